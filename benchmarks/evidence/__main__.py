@@ -120,7 +120,7 @@ def measure_steps(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
 
     device, _ = card()
     machine = () if device == "CPU" or options.eager else ON_GPU
-    for arm in [arm for arm in plan.timed() if rows.speed(arm) is None]:
+    for arm in [arm for study in plan.studies for arm in study.timed() if rows.speed(arm) is None]:
         keys = {**arm.keys, **dict(key.split("=", 1) for key in machine)}
         config = compose("pretrain", [f"{key}={value}" for key, value in keys.items()])
         found = measure(config)

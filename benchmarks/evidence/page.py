@@ -37,9 +37,8 @@ The studies on Fashion-MNIST (32 pixels, 10 classes) have a ViT of width 192 and
 test images in per cent, mean and standard deviation of the seeds. The base learning rate (`base_lr`) of each arm is the
 best of three or more by the linear probe on {held} % of the training images, which a training of half length on the
 others did not use; "at the edge" marks the smallest and the largest of them, beyond which a better one may lie.
-Trainings of two arms with one seed have the same initial encoder and the same order of images. "Training" is the time
-of the training alone, beside the others that share the GPU; "GPU minutes" are those of all trainings of an arm with
-starts, search for the rate and scores, each counted by its share of the GPU.
+Trainings of two arms with one seed have the same initial encoder and the same order of images. "GPU minutes" are those
+of all trainings of an arm with starts, search for the rate and scores, each counted by its share of the GPU.
 
 A difference is that of the first arm and the second, paired by seed, with its 95 % interval (t) and, in brackets, the
 smallest difference that as many seeds would have found with power .8. A claim that the first arm is better *holds* if
@@ -50,18 +49,18 @@ corrected for the number of claims: of 20 claims without any effect, one has an 
 
 
 def write_page(plan: Plan, rows: Rows, page: Path, figures: Path) -> list[str]:
-    """Write the page and a figure of each study that has a finished arm; returns the figures' names."""
+    """Write the page and a figure of each study that has a measured claim; returns the figures' names."""
     names, sections, findings, missing = [], [], [], []
     for study in plan.studies:
         found = {name: rows.full(arm, study.rates) for name, arm in study.arms.items()}
-        if not any(found.values()):
+        verdicts = [_compared(comparison, study, found)[1] for comparison in study.comparisons]
+        if set(verdicts) == {MISSING}:
             missing.append(f"{study.name}. {study.title}")
             continue
         name = f"evidence_{study.name}.png"
         _figure(study, found, figures / name)
         names.append(name)
         sections.append("\n".join(_section(study, found, rows, name)))
-        verdicts = [_compared(comparison, study, found)[1] for comparison in study.comparisons]
         counts = " | ".join(f"{verdicts.count(each) or '-'}" for each in VERDICTS)
         findings.append(f"| [{study.name}. {study.title}](#{_anchor(study)}) | {counts} |")
     parts = [HEAD.format(held=HELD_OUT)]
@@ -70,7 +69,7 @@ def write_page(plan: Plan, rows: Rows, page: Path, figures: Path) -> list[str]:
         parts[-1] += "\n" + "\n".join(findings) + "\n"
     parts += sections
     if missing:
-        listed = fill(f"No arm of these studies is trained: {'; '.join(missing)}.", 120)
+        listed = fill(f"No claim of these studies is measured: {'; '.join(missing)}.", 120)
         parts.append(f"## Not measured\n\n{listed}\n")
     page.write_text("\n".join(parts).rstrip() + "\n")
     return names
@@ -87,7 +86,7 @@ def _anchor(study: Study) -> str:
 
 def _section(study: Study, found: Found, rows: Rows, figure: str) -> Iterator[str]:
     source = SOURCES[study.source]
-    text = "\n\n".join(fill(paragraph, 120) for paragraph in study.text.strip().split("\n"))
+    text = "\n\n".join(fill(paragraph, 120) for paragraph in study.text.split("\n") if paragraph)
     yield f"## {study.name}. {study.title}\n\n{text}\n\n![Scores of every training](images/{figure})\n"
     shown = [
         score
@@ -96,27 +95,28 @@ def _section(study: Study, found: Found, rows: Rows, figure: str) -> Iterator[st
     ]
     runs = "folds" if source.folds else "seeds"
     titles = " | ".join(SCORES[score] for score in shown)
-    yield f"| arm | epochs | base_lr | {runs} | {titles} | training, s | GPU minutes |"
-    yield "|---|---|---|---|" + "---|" * (len(shown) + 2)
+    yield f"| arm | epochs | base_lr | {runs} | {titles} | GPU minutes |"
+    yield "|---|---|---|---|" + "---|" * (len(shown) + 1)
     used: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, arm in study.arms.items():
         trained = list(found[name].values())
         if not trained:
-            yield f"| {arm.label} | - | - | 0 |" + " - |" * (len(shown) + 2)
+            yield f"| {arm.label} | - | - | 0 |" + " - |" * (len(shown) + 1)
             continue
         own = [*trained, *rows.tuning(arm).values()]
         used |= {(row["arm"], row["stage"], row["seed"], row["rate"]): row for row in own}
         scores = " | ".join(_spread([row["scores"][s] for row in trained if s in row["scores"]]) for s in shown)
-        seconds = mean(row["images"] / row["images_per_second"] for row in trained)
         rate, epochs = _rate(rows.best_rate(arm.tuned, study.rates), rows.tuning(arm.tuned)), trained[0]["epochs"]
-        yield f"| {arm.label} | {epochs} | {rate} | {len(trained)} | {scores} | {seconds:.0f} | {_minutes(own)} |"
+        yield f"| {arm.label} | {epochs} | {rate} | {len(trained)} | {scores} | {_minutes(own)} |"
     if before := _before(study, found):
         names = [f"untrained_{score}" for score in shown]
         scores = " | ".join(_spread([row["scores"][s] for row in before if s in row["scores"]]) for s in names)
-        yield f"| before training | 0 | - | {len(before)} | {scores} | - | - |"
+        yield f"| before training | 0 | - | {len(before)} | {scores} | - |"
     for label, values in study.published.items():
         scores = " | ".join(f"{values[s]:.1f}" if s in values else "-" for s in shown)
-        yield f"| {label} | - | - | - | {scores} | - | - |"
+        yield f"| {label} | - | - | - | {scores} | - |"
+    if timed := [(arm.label, speed) for arm in study.timed() if (speed := rows.speed(arm)) is not None]:
+        yield "\n" + fill(f"Steps alone: {'; '.join(f'{label}: {speed:.0f} images/s' for label, speed in timed)}.", 120)
     yield "\n| claim | in the paper | score | difference, interval [detectable] | finding |\n|---|---|---|---|---|"
     for comparison in study.comparisons:
         difference_of, result = _compared(comparison, study, found)

@@ -115,6 +115,11 @@ class Study:
     def scores(self) -> tuple[str, ...]:
         return SOURCES[self.source].scores
 
+    def timed(self) -> list[Arm]:
+        """The arms whose step is to be measured: those that decide the epochs of arms with ``time_of``."""
+        pairs = [(arm.tuned, arm.time_of) for arm in self.arms.values() if arm.time_of is not None]
+        return list({arm.id: arm for pair in pairs for arm in pair}.values())
+
 
 @dataclass(frozen=True)
 class Job:
@@ -173,13 +178,6 @@ class Plan:
         base = yaml.safe_load((folder / "base.yaml").read_text())
         names = list(only) or sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "base")
         return cls([_study(folder / f"{name}.yaml", base) for name in names], base["finetune"])
-
-    def timed(self) -> list[Arm]:
-        """The arms whose step is to be measured: those that decide the epochs of arms with ``time_of``."""
-        pairs = [
-            (arm.tuned, arm.time_of) for study in self.studies for arm in study.arms.values() if arm.time_of is not None
-        ]
-        return list({arm.id: arm for pair in pairs for arm in pair}.values())
 
     def jobs(self, rows: Rows) -> Iterator[Job]:
         """The trainings that ``rows`` do not hold and that can begin, in order; each arm once."""

@@ -82,12 +82,12 @@ def test_studies_share_equal_arms(studies: ModuleType, tmp_path: Path) -> None:
 def test_equal_gpu_time_follows_from_the_speed_of_the_steps(studies: ModuleType, tmp_path: Path) -> None:
     plan, rows = studies.Plan.read(STUDIES, ["a"]), studies.Rows(tmp_path / "rows.jsonl")
     arms = plan.studies[0].arms
-    assert [arm.id for arm in plan.timed()] == [arms[name].id for name in ("k1", "k2", "k4")]
+    assert [arm.id for arm in plan.studies[0].timed()] == [arms[name].id for name in ("k1", "k2", "k4")]
     for name in ("k1", "k4"):
         for job in [job for job in plan.jobs(rows) if job.arm.id == arms[name].id and job.stage == "tune"]:
             rows.add(row_of(job))
     assert not [job for job in plan.jobs(rows) if job.arm.time_of], "the steps are not measured"
-    for arm, speed in zip(plan.timed(), (160e3, 100e3, 50e3), strict=True):
+    for arm, speed in zip(plan.studies[0].timed(), (160e3, 100e3, 50e3), strict=True):
         rows.add({"arm": arm.id, "stage": "step", "seed": 0, "rate": 0.0, "images_per_second": speed})
     epochs = {job.arm.label: (job.epochs, job.images) for job in plan.jobs(rows) if job.arm.time_of}
     assert epochs == {"K = 1, GPU time of K = 2": (32, 1_920_000), "K = 4, GPU time of K = 2": (10, 600_000)}
@@ -202,7 +202,7 @@ def test_the_page_of_complete_and_incomplete_studies(
     text = "\n".join(lines)
     assert "    PYTHONPATH=benchmarks python -m evidence run --only j --elpv FOLDER" in lines
     assert "CC BY-NC-SA 4.0" in text
-    assert "No arm of these studies is trained: i. Precision and compilation." in text
+    assert "No claim of these studies is measured: i. Precision and compilation." in text
 
 
 def test_arms_of_a_seed_begin_from_one_encoder(studies: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
