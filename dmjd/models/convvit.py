@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dmjd.models.masked_image_model import Encoder, token_grid
 from dmjd.models.mlp import Pointwise, PointwiseMlp
-from dmjd.models.norm import LayerNorm, layer_norm
+from dmjd.models.norm import layer_norm
 from dmjd.models.vit import EncoderBlock
 from dmjd.ops.images import patchify
 from dmjd.ops.masked_depthwise_conv2d import masked_depthwise_conv2d
@@ -81,7 +81,7 @@ class PatchEmbedding(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, side: int) -> None:
         super().__init__()
         self.proj = PatchConv2d(in_channels, out_channels, side)
-        self.norm = LayerNorm(out_channels)
+        self.norm = nn.LayerNorm(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(self.norm(self.proj(x)))
@@ -95,11 +95,11 @@ class ConvBlock(nn.Module):
 
     def __init__(self, dim: int, mlp_ratio: float) -> None:
         super().__init__()
-        self.norm1 = LayerNorm(dim)
+        self.norm1 = nn.LayerNorm(dim)
         self.conv1 = Pointwise(dim, dim)
         self.attn = MaskedDepthwiseConv2d(dim, 5)
         self.conv2 = Pointwise(dim, dim)
-        self.norm2 = LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
         self.mlp = PointwiseMlp(dim, int(dim * mlp_ratio))
 
     def forward(self, x: Tensor, where: VisibleTokens | None = None, branch_scale: Tensor | None = None) -> Tensor:

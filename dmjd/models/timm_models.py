@@ -31,7 +31,7 @@ from dmjd.models.attention import ShortAttention
 from dmjd.models.convvit import PATCH_SIZE, STRIDES, ConvViTEncoder, MaskedDepthwiseConv2d, PatchEmbedding
 from dmjd.models.masked_image_model import token_grid
 from dmjd.models.mlp import Pointwise
-from dmjd.models.norm import LayerNorm, layer_norm
+from dmjd.models.norm import layer_norm
 from dmjd.models.recompute import recompute
 from dmjd.positions import sincos_positions
 
@@ -219,7 +219,7 @@ def positions_on(grid: tuple[int, int], own: tuple[int, int], positions: Tensor)
 
 register_notrace_function(image_grid)
 register_notrace_function(positions_on)
-for _layer in (PatchEmbedding, LayerNorm, MaskedDepthwiseConv2d, Pointwise, ShortAttention):
+for _layer in (PatchEmbedding, MaskedDepthwiseConv2d, Pointwise, ShortAttention):
     register_notrace_module(_layer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,11 +22,15 @@ from dmjd.parallel.world import World
 
 
 class FSDPEngine(SingleEngine):
-    """Every rank owns a slice of each parameter, along its first dimension, and the moments of that slice.
+    """Every rank owns a slice of each matrix, along its first dimension, and the moments of that slice; and all of each
+    vector (biases, LayerNorm), with its moments.
+
+    FSDP's Python takes as long for a vector as for a matrix, and two thirds of a ViT's parameters are vectors, which
+    hold a thousandth of its weights. So FSDP ignores them, and their gradients are averaged by one reduction in a step.
 
     The optimizer works on the slices as plain tensors, so a step is :class:`SingleEngine`'s but for the norm, which is
-    that of all slices. Gradients are reduced after each micro-batch: deferring would keep all of them, whole and in
-    float32, on every rank.
+    that of all slices. Gradients of matrices are reduced after each micro-batch: deferring would keep all of them,
+    whole and in float32, on every rank.
 
     Args:
         mesh: of dimension "shard", or "replicate" and "shard" (HSDP: sharded within, averaged across).
@@ -48,16 +52,20 @@ class FSDPEngine(SingleEngine):
         blocks_per_unit: int,
     ) -> None:
         self._world, self._mesh, self._bare = world, mesh, bare
+        self._shards = mesh.get_group("shard")
         # Autocast decides what computes in which type, as in the other engines: the residual stream, norms and losses
         # stay float32, which casting inputs and outputs to bfloat16 would undo. Matrices come in bfloat16, to which
         # autocast would round them anyway, so they travel and are kept for backward at half the size. Parameters
         # outside of the blocks stay float32, since tokens and positions decide the type of the stream.
         in_blocks = None if precision == torch.float32 else precision
         policy = MixedPrecisionPolicy(in_blocks, torch.float32, cast_forward_inputs=False)
+        whole = {p for p in objective.parameters() if p.ndim < 2}
         for unit in units(objective.model, blocks_per_unit):
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            fully_shard(
+                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
+            )
         outside = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        fully_shard(objective, mesh=mesh, mp_policy=outside)
+        fully_shard(objective, mesh=mesh, mp_policy=outside, ignored_params=whole)
         super().__init__(objective, config, world.device, precision)
         self._reduces_all = True
         self._saving = world.new_group()
@@ -65,21 +73,31 @@ class FSDPEngine(SingleEngine):
         self._host_mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
 
     def _own(self) -> dict[str, nn.Parameter]:
-        self._sharded = {name: _sharded(p) for name, p in self.objective.named_parameters()}
+        parameters = dict(self.objective.named_parameters())
+        self._sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
         return {
-            name: nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
-            for name, p in self._sharded.items()
+            name: nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad) if isinstance(p, DTensor) else p
+            for name, p in parameters.items()
         }
 
     @torch.no_grad()  # with gradients, to_local() is an autograd function and takes microseconds per parameter
-    def _collect(self) -> None:
-        for name, parameter in self._owned.items():
-            gradient = self._sharded[name].grad
-            parameter.grad = None if gradient is None else _sharded(gradient).to_local()
-
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        square = nn.utils.get_total_norm(gradients).square()
-        dist.all_reduce(square, group=self._mesh.get_group("shard"))
+    def _norm(self) -> Tensor:
+        slices: list[Tensor] = []
+        vectors: list[nn.Parameter] = []
+        for name, owned in self._owned.items():
+            sharded = self._sharded.get(name)
+            if sharded is None:
+                vectors += [owned] * (owned.grad is not None)
+                continue
+            owned.grad = None if sharded.grad is None else _sharded(sharded.grad).to_local()
+            slices += [] if owned.grad is None else [owned.grad]
+        square = nn.utils.get_total_norm(slices).square()
+        dist.all_reduce(square, group=self._shards)
+        if vectors:
+            mean = self._world.mean(torch.cat([p.grad.reshape(-1) for p in vectors if p.grad is not None]))
+            for vector, gradient in zip(vectors, mean.split([p.numel() for p in vectors]), strict=True):
+                vector.grad = gradient.view_as(vector)
+            square += mean.square().sum()
         return square.sqrt()
 
     def _laid_out(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -87,7 +105,7 @@ class FSDPEngine(SingleEngine):
 
     def _slice(self, tensor: Tensor, kind: str, name: str) -> Tensor:
         """``tensor`` as a slice of what the parameter ``name`` is as a whole."""
-        if kind == "step":
+        if kind == "step" or name not in self._sharded:
             return tensor
         like = self._sharded[name]
         mesh = self._host_mesh if tensor.device.type == "cpu" else self._mesh
@@ -131,8 +149,9 @@ class FSDPEngine(SingleEngine):
     def _whole(self, device: torch.device) -> dict[str, Tensor]:
         """Every parameter on ``device`` of rank 0, one gathered after the other; empty elsewhere."""
         whole = {}
-        for name, parameter in self._sharded.items():
-            value = _sharded(parameter.detach()).full_tensor()
+        for name, parameter in self.objective.named_parameters():
+            value = parameter.detach()
+            value = value.full_tensor() if isinstance(value, DTensor) else value
             if self._world.is_main:
                 whole[name] = value.to(device)
         return whole

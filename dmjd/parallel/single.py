@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,9 @@ class SingleEngine:
         """The tensors that this rank's optimizer updates, plain, by the objective's names."""
         return dict(self.objective.named_parameters())
 
-    def _collect(self) -> None:
-        """Put gradients at the parameters that :meth:`_own` returned."""
-
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm over all parameters, of all ranks."""
-        return nn.utils.get_total_norm(gradients)
+    def _norm(self) -> Tensor:
+        """Put gradients at the parameters that :meth:`_own` returned; their norm, over all parameters of all ranks."""
+        return nn.utils.get_total_norm([p.grad for p in self._owned.values() if p.grad is not None])
 
     def _laid_out(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """``state`` of :meth:`_state`, or its copy on the CPU, with the layout that a checkpoint records."""
@@ -98,11 +95,9 @@ class SingleEngine:
             group["lr"] = lr * group["lr_scale"]
             group["weight_decay"] = weight_decay * group["wd_scale"]
         self.before_change()
-        self._collect()
-        parameters = [p for p in self._owned.values() if p.grad is not None]
-        norm = self._norm([p.grad for p in parameters if p.grad is not None])
+        norm = self._norm()
         if self._clip is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
+            nn.utils.clip_grads_with_norm_(self._owned.values(), self._clip, norm)
         skipped = (~norm.isfinite()).float()
         # The fused kernel reads this flag on the device and leaves parameters, moments and step counts alone.
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from dmjd.models.dense.batch_norm import BatchNorm2d
-from dmjd.models.norm import LayerNorm
 
 LEVELS = 4
 
@@ -56,7 +55,7 @@ class NormPyramid(nn.Module):
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
         self.widths = tuple(widths)
-        self.norms = nn.ModuleList(LayerNorm(width) for width in widths)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         """Maps ``[B, C, h, w]``, each of its width, -> the same shapes."""
