@@ -55,7 +55,6 @@ def deepspeed_config(
     micro_batch: int,
     parameters: int,
     block: int,
-    one_host: bool,
 ) -> dict[str, Any]:
     """The dictionary for ``deepspeed.initialize``. Defaults of DeepSpeed move between releases, so none is relied on.
 
@@ -63,21 +62,17 @@ def deepspeed_config(
         bf16: whether to autocast to bfloat16; parameters are float32 either way.
         micro_batch: images of one process in a micro-batch. DeepSpeed only counts samples with it.
         parameters: of the model. block: of its largest block.
-        one_host: whether all processes are on one host, so that links between them are fast.
 
     Raises:
         ConfigError: if ``engine.deepspeed_config`` cannot be read, or sets what our configuration decides.
     """
     stage = ENGINES[engine.name].stage
-    # Stage 1 reduces once, in the step; there is nothing beside which it could. Stage 2 reduces on a stream of its own,
-    # for which the host copies each gradient into a bucket, and waits for the device after each backward pass. That
-    # takes longer than what it hides where links are fast.
-    overlaps = stage == 3 or (stage == 2 and (engine.offload_optimizer or not one_host))
     zero: dict[str, Any] = {
         "stage": stage,
-        "overlap_comm": overlaps,
-        # Gradients as autograd has made them. On a stream of their own DeepSpeed may free them while they are reduced.
-        "contiguous_gradients": overlaps or engine.offload_optimizer,
+        # Stage 1 reduces once, in the step; there is nothing beside which it could. Nor need its gradients be copied
+        # into a bucket first, which takes the host milliseconds.
+        "overlap_comm": stage > 1,
+        "contiguous_gradients": stage > 1 or engine.offload_optimizer,
         "reduce_scatter": True,
         "reduce_bucket_size": ZERO_BUCKET,
         "allgather_partitions": True,

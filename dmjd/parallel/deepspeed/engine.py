@@ -66,7 +66,7 @@ class DeepSpeedEngine:
         self.settings = world.all_or_none(
             lambda: deepspeed_config(
                 engine, optim, bf16=bf16, micro_batch=micro_batch,
-                parameters=parameters, block=max(sizes), one_host=world.local_size == world.size,
+                parameters=parameters, block=max(sizes),
             )
         )  # fmt: skip
         optimizer = build_optimizer(dict(objective.named_parameters()), optim, objective.lr_scales)
