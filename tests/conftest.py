@@ -25,7 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 # For the server that `launch` forks from: set here, for the first test that needs a process of that kind starts it.
-multiprocessing.set_forkserver_preload(["dmjd.cli", "dmjd.train.loop", "dmjd.train.finetuning"])
+multiprocessing.set_forkserver_preload(["dmjd.cli", "dmjd.train.loop", "dmjd.train.finetuning", "dmjd.train.pictures"])
 
 TINY = (
     "experiment=demo",
