@@ -124,15 +124,13 @@ def legend(figure: Figure, handles: Sequence[Line2D], names: Iterable[str], **st
 
 
 def png(figure: Figure, description: str = "") -> bytes:
-    """The figure as a small PNG that names no software, so equal pictures are equal files.
+    """The figure as a PNG that names no software, so equal pictures are equal files.
 
     description: stored in the file; reports show it as the caption.
     """
     buffer = io.BytesIO()
     metadata = {"Software": None, **({"Description": description} if description else {})}
-    figure.savefig(
-        buffer, format="png", dpi="figure", facecolor="auto", metadata=metadata, pil_kwargs={"optimize": True}
-    )
+    figure.savefig(buffer, format="png", dpi="figure", facecolor="auto", metadata=metadata)
     return buffer.getvalue()
 
 

@@ -82,6 +82,7 @@ def _train(act: Callable[[], RunFolder], results: str) -> None:
 
 def _demo(arguments: Sequence[str]) -> None:
     """Pre-train a small model in minutes on a CPU, evaluate it, write a report; takes the keys of pretrain"""
+    prepare_imports()
     from dmjd.demo import demo
 
     demo(arguments)
@@ -304,6 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # file names that are not UTF-8 are printed as they are
     redact_output()
+    # Read when torch is imported. By default its threads spin when they wait, also for one that has lost its core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     begin()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[LogHandler()], force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 # Preludes for `launch` (tests/conftest.py).
 NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}\n"
-"""Pictures take longer than all the rest of so small a run."""
+"""Pictures take longer than all the rest of so small a run; what `launch` starts draws none, but for the next line."""
+PICTURES = "from dmjd.train import loop, preview; loop.write_pictures = preview.write_pictures\n"
 KILL = "os.kill(os.getpid(), 9)"
 
 

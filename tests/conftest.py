@@ -25,7 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 # For the server that `launch` forks from: set here, for the first test that needs a process of that kind starts it.
-multiprocessing.set_forkserver_preload(["dmjd.cli", "dmjd.train.loop", "dmjd.train.finetuning", "sklearn.datasets"])
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 TINY = (
     "experiment=demo",
@@ -208,15 +208,18 @@ def launch() -> Callable[..., multiprocessing.process.BaseProcess]:
     """``launch(words, prelude="", **environment)``: a started process of its own that runs ``dmjd`` with these words.
 
     Forked from a server that has imported everything and computed nothing, so that a start costs milliseconds and not
-    seconds. ``prelude`` is Python run in the child first, to plant a fault. Its exit code is the command line's.
+    seconds. ``prelude`` is Python run in the child first, to plant a fault, or ``PICTURES`` for the pictures that are
+    left out otherwise. Its exit code is the command line's.
     """
+    from tests.compare import NO_PICTURES
+
     context = multiprocessing.get_context("forkserver")
 
     def start(words: list[str], prelude: str = "", **environment: str) -> multiprocessing.process.BaseProcess:
         source = [
             "import os, sys",
             f"os.environ.update({environment!r})",
-            prelude,
+            NO_PICTURES + prelude,
             "from dmjd.cli import main",
             f"sys.exit(main({words!r}))",
         ]

@@ -209,6 +209,21 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("given", "taken"), [(None, "PASSIVE"), ("active", "ACTIVE")])
+def test_threads_that_wait_sleep_unless_the_user_has_chosen(
+    given: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), None)
+    if library is None:
+        pytest.skip("this torch does not bring GNU's OpenMP")
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    done = python("-c", f"import ctypes; from dmjd.cli import main; main(['version']); ctypes.CDLL({str(library)!r})")
+    assert f"OMP_WAIT_POLICY = '{taken}'" in done.stderr
+
+
 def test_the_package_is_the_program(tmp_path: Path) -> None:
     done = python("-m", "dmjd", "--version", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"dmjd {__version__}\n", "")

@@ -346,5 +346,6 @@ def _device(device: torch.device) -> str:
 
 def _packages() -> str:
     """Installed packages and their versions, one per line."""
-    found = {f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions()}
+    described = (item.metadata for item in metadata.distributions())  # each access parses a file
+    found = {f"{fields['Name']}=={fields['Version']}" for fields in described}
     return "\n".join(sorted(found, key=str.lower)) + "\n"

@@ -255,7 +255,8 @@ def test_more_training_images_than_there_are_is_all_of_them(run: Path, caplog: p
 
 def test_few_labels_are_the_same_images_in_every_evaluation(run: Path) -> None:
     nearest, linear = evaluate("knn", run, "few_shot=10"), evaluate("linprobe", run, *SHORT[:3], "few_shot=10")
-    labels = [Digits("train").label(index) for index in range(1437)]
+    train = Digits("train")
+    labels = [train.label(index) for index in range(1437)]
     assert nearest["settings"]["train_images"] == sum(round(labels.count(label) / 10) for label in range(10))
     assert nearest["settings"]["few_shot"] == 10.0
     assert nearest["settings"]["few_shot_images"] == linear["settings"]["few_shot_images"]

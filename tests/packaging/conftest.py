@@ -43,5 +43,9 @@ def build_wheel(folder: Path) -> None:
         DMJD_JPEG="off",
     )
     (sdist,) = folder.glob("dmjd-*.tar.gz")
+    # Optimised code takes the compiler half as long again, and is tested as the checkout's.
+    compiler = folder / "c++"
+    compiler.write_text('#!/bin/bash\nexec c++ "${@/#-O3/-O0}"\n')
+    compiler.chmod(0o755)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", str(folder)]
-    build([*pip, str(sdist)], folder, DMJD_EXT="force", DMJD_CUDA="off")
+    build([*pip, str(sdist)], folder, DMJD_EXT="force", DMJD_CUDA="off", CXX=str(compiler))

@@ -15,7 +15,7 @@ import pytest
 
 from dmjd.errors import ConfigError
 from dmjd.runs import checkpoint, lock
-from tests.compare import NO_PICTURES, checkpoints, telling
+from tests.compare import checkpoints, telling
 
 Words = Callable[..., list[str]]
 Command = Callable[..., tuple[int, str, str]]
@@ -250,7 +250,7 @@ def test_ranks_go_on_where_an_old_checkpoint_cannot_be_removed(
     words = ["pretrain", *tiny(tmp_path / "run", *WORDS, "engine=ddp", "keep_checkpoints=1")]
     old = tmp_path / "run" / "checkpoints" / "step-00000004"
     try:
-        ranks = launch_world(2, words, telling(tmp_path / "said") + NO_PICTURES + FREEZES)
+        ranks = launch_world(2, words, telling(tmp_path / "said") + FREEZES)
         for rank in ranks:
             rank.join(120)
         assert [rank.exitcode for rank in ranks] == [0, 0]

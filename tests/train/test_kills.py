@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dmjd.parallel import store
-from tests.compare import KILL, NO_PICTURES, same
+from tests.compare import KILL, PICTURES, same
 
 WORDS = (
     "batch_size=64",
@@ -62,7 +62,7 @@ def test_random_kills(
 ) -> None:
     # Workers outlive their killed parent by seconds, and must not keep its folder from the next launch.
     command = ["pretrain", *tiny(tmp_path / "run", *WORDS, f"workers={workers}")]
-    finish_through_kills(lambda: launch(command), seed, 0.3, 1.5, kills)
+    finish_through_kills(lambda: launch(command, PICTURES), seed, 0.3, 1.5, kills)
     assert_as_undisturbed(tmp_path / "run", undisturbed, assert_same_run)
 
 
@@ -129,5 +129,5 @@ def test_a_kill_at_this_moment(
     assert_same_run: Callable[..., None],
 ) -> None:
     command = ["pretrain", *tiny(tmp_path / "run", *WORDS)]
-    finish_through_fault(lambda fault: launch(command, NO_PICTURES + fault), FAULTS[moment])
+    finish_through_fault(lambda fault: launch(command, fault), FAULTS[moment])
     assert_as_undisturbed(tmp_path / "run", undisturbed, assert_same_run)

@@ -14,7 +14,7 @@ from dmjd.errors import ConfigError
 from dmjd.parallel import store
 from dmjd.parallel.world import join_world
 from dmjd.runs.checkpoint import newest
-from tests.compare import KILL, NO_PICTURES, rows, telling
+from tests.compare import KILL, PICTURES, rows, telling
 from tests.parallel.walk import CPU, engine
 
 pytestmark = pytest.mark.slow
@@ -45,12 +45,12 @@ def finish(processes: list[Any]) -> list[int]:
 def sharded(tmp_path_factory: pytest.TempPathFactory, tiny: Words, launch_world: Launch) -> Path:
     """A finished run of two processes under FSDP, with pictures."""
     folder: Path = tmp_path_factory.mktemp("sharded") / "run"
-    assert finish(launch_world(2, ["pretrain", *tiny(folder, *WORDS, "engine=fsdp")])) == [0, 0]
+    assert finish(launch_world(2, ["pretrain", *tiny(folder, *WORDS, "engine=fsdp")], PICTURES)) == [0, 0]
     return folder
 
 
 def test_it_is_the_run_of_one_process(sharded: Path, tmp_path: Path, tiny: Words, launch: Launch) -> None:
-    assert finish([launch(["pretrain", *tiny(tmp_path / "run", *WORDS)], NO_PICTURES)]) == [0]
+    assert finish([launch(["pretrain", *tiny(tmp_path / "run", *WORDS)])]) == [0]
     ours, theirs = rows(sharded), rows(tmp_path / "run")
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for row, expected in zip(ours, theirs, strict=True):
@@ -133,13 +133,13 @@ def test_a_save_in_which_one_is_killed_leaves_the_one_before(
 ) -> None:
     rank, fault = MOMENTS[moment]
     run, command = tmp_path / "run", ["pretrain", *tiny(tmp_path / "run", *WORDS, "engine=fsdp")]
-    killed = finish(launch_world(2, command, NO_PICTURES, {rank: fault}))
+    killed = finish(launch_world(2, command, preludes={rank: fault}))
     assert killed[rank] == -9, "the fault was not reached"
     assert killed[1 - rank] != 0, "the other does not go on alone"
     found = newest(run / "checkpoints")
     assert found is not None
     assert found.name == "step-00000006"
-    assert finish(launch_world(2, command, NO_PICTURES)) == [0, 0]
+    assert finish(launch_world(2, command)) == [0, 0]
     assert (run / "log.jsonl").read_bytes() == (sharded / "log.jsonl").read_bytes()
     ours, theirs = (store.read(path / "checkpoints/step-00000022") for path in (run, sharded))
     assert ours.keys() == theirs.keys()
@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_for_one_stops_all_at_the_next_step(
     rank, fault = FULL[disk]
     run, said = tmp_path / "run", tmp_path / "said"
     words = ["pretrain", *tiny(run, *WORDS, "online_knn.every_epochs=0", "epochs=20", "engine=fsdp")]
-    codes = finish(launch_world(2, words, f"{telling(said)}\n{NO_PICTURES}", {rank: fault}))
+    codes = finish(launch_world(2, words, telling(said), {rank: fault}))
     assert codes == [2, 2]
     errors = [line for line in said.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -279,6 +279,6 @@ def test_a_model_that_is_one_graph_is_not_sharded(name: str) -> None:
 
 
 def test_one_process_can_shard_by_itself(tmp_path: Path, tiny: Words, launch: Launch, finished_run: Path) -> None:
-    assert finish([launch(["pretrain", *tiny(tmp_path / "run", "engine=fsdp")], NO_PICTURES)]) == [0]
+    assert finish([launch(["pretrain", *tiny(tmp_path / "run", "engine=fsdp")])]) == [0]
     for row, expected in zip(rows(tmp_path / "run"), rows(finished_run), strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)

@@ -25,7 +25,7 @@ from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, DataError
 from dmjd.parallel.world import alone
 from dmjd.train.stop import ASKS, Requests, deadline_of, seconds_of
-from tests.compare import NO_PICTURES, checkpoints, reason, rows, telling
+from tests.compare import checkpoints, reason, rows, telling
 
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
@@ -281,7 +281,7 @@ def test_a_signalled_process_saves_ends_well_and_goes_on(
     assert_same_run: Same, tmp_path: Path, tiny: Words, launch: Launch, straight: Path, name: str, at: int, workers: int
 ) -> None:
     command = ["pretrain", *tiny(tmp_path / "run", *EVERY, f"workers={workers}")]
-    process = launch(command, NO_PICTURES + signal_at(at, name))
+    process = launch(command, signal_at(at, name))
     process.join(60)
     assert process.exitcode == 0
     record = reason(tmp_path / "run")
@@ -290,7 +290,7 @@ def test_a_signalled_process_saves_ends_well_and_goes_on(
     else:
         assert (record["reason"], record["detail"], record["step"]) == ("signal", f"{name} at rank 0", at + 1)
         assert checkpoints(tmp_path / "run") == [at + 1]
-        process = launch(command, NO_PICTURES)
+        process = launch(command)
         process.join(60)
         assert process.exitcode == 0
     assert_same_run(tmp_path / "run", straight)
@@ -347,7 +347,7 @@ def test_a_signal_to_the_group_leaves_compilers_alone_and_they_end_with_the_run(
     tmp_path: Path, tiny: Words, launch: Launch
 ) -> None:
     """Jobs in inductor's own pool, where Triton's kernels are compiled, and a process beside it, as g++ is."""
-    process = launch(["pretrain", *tiny(tmp_path / "run", *EVERY)], NO_PICTURES + COMPILES)
+    process = launch(["pretrain", *tiny(tmp_path / "run", *EVERY)], COMPILES)
     process.join(180)
     assert process.exitcode == 0
     assert (reason(tmp_path / "run")["reason"], reason(tmp_path / "run")["step"]) == ("signal", 2)
@@ -366,7 +366,7 @@ def two_ranks(folder: Path, tiny: Words, launch_world: Launch) -> Two:
 
     def run(prelude: str = "", *words: str, name: str = "run") -> list[int]:
         command = ["pretrain", *tiny(folder / name, *EVERY, "engine=ddp", *words)]
-        processes = launch_world(2, command, telling(folder / "said") + NO_PICTURES + prelude)
+        processes = launch_world(2, command, telling(folder / "said") + prelude)
         for process in processes:
             process.join(120)
         return [process.exitcode for process in processes]

@@ -46,7 +46,7 @@ def until(true: Callable[[], bool], process: Any) -> None:
 
 
 def run_to_the_end(command: list[str], launch: Launch) -> None:
-    process = launch(command, NO_PICTURES)
+    process = launch(command)
     process.join(60)
     assert process.exitcode == 0
 
@@ -67,7 +67,7 @@ def test_data_that_never_comes_ends_the_run_and_leaves_the_stacks(
 ) -> None:
     fault = telling(tmp_path / "said") + BLOCKED.format(at=2, rank=0, file=str(tmp_path / "blocked"))
     words = tiny(tmp_path / "run", *EVERY, f"workers={workers}", "data.timeout=0.02")
-    process = launch(["pretrain", *words], NO_PICTURES + fault, DMJD_EXIT_RECORD=str(tmp_path / "word"))
+    process = launch(["pretrain", *words], fault, DMJD_EXIT_RECORD=str(tmp_path / "word"))
     process.join(30)
     assert process.exitcode == 2
     stacks = tmp_path / "run" / "stacks" / "rank-00000.txt"
@@ -93,7 +93,7 @@ def slowly(*arguments):
 loader.read_sample = slowly
 """
     words = tiny(tmp_path / "run", *EVERY, "workers=1", "data.timeout=0.015", "time_budget=0:00:00")
-    process = launch(["pretrain", *words], NO_PICTURES + slow)
+    process = launch(["pretrain", *words], slow)
     process.join(60)
     assert (process.exitcode, reason(tmp_path / "run")["reason"]) == (0, "time")
 
@@ -128,7 +128,7 @@ def test_a_run_that_waits_for_data_ends_within_five_seconds_of_a_signal(
 ) -> None:
     command = ["pretrain", *tiny(tmp_path / "run", *EVERY, f"workers={workers}")]
     file = tmp_path / "blocked"
-    process = launch(command, NO_PICTURES + BLOCKED.format(at=at, rank=0, file=str(file)))
+    process = launch(command, BLOCKED.format(at=at, rank=0, file=str(file)))
     until(lambda: file.exists() and (tmp_path / "run" / "heartbeat").exists(), process)
     time.sleep(1)  # with workers the steps before are still to be taken
     os.kill(process.pid, number)
@@ -154,7 +154,7 @@ def test_a_run_that_waits_for_a_shard_ends_within_five_seconds_of_a_signal(
         (root / "manifest.json").write_text(json.dumps(manifest))
         data = ("data=shards", f"data.root={root}", "data.image_size=[16,16]", f"data.cache={tmp_path / 'cache'}")
         statistics = ("data.mean=[.5,.5,.5]", "data.std=[.5,.5,.5]", "batch_size=8", f"workers={workers}")
-        process = launch(["pretrain", *tiny(tmp_path / "run", *data, *statistics)], NO_PICTURES)
+        process = launch(["pretrain", *tiny(tmp_path / "run", *data, *statistics)])
         until(lambda: bool(list((tmp_path / "cache").glob("*.part"))), process)
         until((tmp_path / "run" / "heartbeat" / "rank-00000.json").exists, process)
         os.kill(process.pid, signal.SIGTERM)
@@ -165,7 +165,7 @@ def test_a_run_that_waits_for_a_shard_ends_within_five_seconds_of_a_signal(
 def test_a_stop_file_ends_a_run_that_waits_for_data(tmp_path: Path, tiny: Words, launch: Launch) -> None:
     file = tmp_path / "blocked"
     command = ["pretrain", *tiny(tmp_path / "run", *EVERY)]
-    process = launch(command, NO_PICTURES + BLOCKED.format(at=2, rank=0, file=str(file)))
+    process = launch(command, BLOCKED.format(at=2, rank=0, file=str(file)))
     until(file.exists, process)
     (tmp_path / "run" / "stop").touch()
     process.join(5)
@@ -189,7 +189,7 @@ def test_two_ranks_save_the_last_step_that_both_took(
 
     def start(name: str, fault: str = "") -> list[Any]:
         words = tiny(tmp_path / name, *EVERY, f"engine={engine}", "workers=1", "online_knn.every_epochs=1")
-        return launch_world(2, ["pretrain", *words], NO_PICTURES + fault)
+        return launch_world(2, ["pretrain", *words], fault)
 
     processes = start("run", BLOCKED.format(at=at, rank=rank, file=str(file)))
     until(file.exists, processes[0])
@@ -224,7 +224,7 @@ def block(self, number):
 EvaluationBatches.__getitem__ = block
 """
     words = (*EVERY, "epochs=2", "online_knn.every_epochs=1", "workers=1")
-    process = launch(["pretrain", *tiny(tmp_path / "run", *words)], NO_PICTURES + blocked)
+    process = launch(["pretrain", *tiny(tmp_path / "run", *words)], blocked)
     until(file.exists, process)
     os.kill(process.pid, signal.SIGTERM)
     process.join(5)

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from dmjd.data.shards import cache
-from tests.compare import NO_PICTURES, telling
+from tests.compare import telling
 from tests.data.shards.http_server import Server
 
 pytest.importorskip("aiohttp", reason="needs aiohttp, with which fsspec reads HTTP")
 
-PRELUDE = f"""
-{NO_PICTURES}
+PRELUDE = """
 os.setsid()
-open(SESSIONS, "a").write(f"{{os.getpid()}}\\n")
+open(SESSIONS, "a").write(f"{os.getpid()}\\n")
 MAIN = os.getpid()
 KILL = lambda: os.kill(MAIN, 9)  # the run, though a worker may come to it first
 """

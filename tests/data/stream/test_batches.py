@@ -29,7 +29,7 @@ from dmjd.data.skipped_batches import SkippedBatches
 from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops import make_key
-from tests.compare import NO_PICTURES, rows, telling
+from tests.compare import rows, telling
 from tests.data.stream.conftest import SIZES, image
 
 pytestmark = [
@@ -295,7 +295,7 @@ def test_a_run_of_two_ranks_comes_to_its_end(
     words: Callable[..., list[str]], tmp_path: Path, launch_world: Callable[..., Any], workers: int
 ) -> None:
     command = ["pretrain", *words("engine=ddp", "engine.device=cpu", f"workers={workers}")]
-    ranks = launch_world(2, command, telling(tmp_path / "said") + NO_PICTURES)
+    ranks = launch_world(2, command, telling(tmp_path / "said"))
     for rank in ranks:
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [0, 0]
@@ -314,10 +314,10 @@ def fault(self):
     os.kill(os.getpid(), 9)
 loop.Trainer.save_checkpoint = fault
 """
-    first = launch(["pretrain", *words("workers=1")], NO_PICTURES + kill)
+    first = launch(["pretrain", *words("workers=1")], kill)
     first.join(60)
     assert first.exitcode == -9
-    second = launch(["pretrain", *words("workers=1")], telling(tmp_path / "said") + NO_PICTURES)
+    second = launch(["pretrain", *words("workers=1")], telling(tmp_path / "said"))
     second.join(60)
     assert second.exitcode == 0
     assert [step for step, _ in columns(tmp_path / "run")] == list(range(1, 9))
