@@ -3,6 +3,7 @@
 import gc
 from contextlib import suppress
 
+import sklearn.datasets  # noqa: F401 -- of data=digits
 import torch._inductor.compile_fx  # noqa: F401 -- DeepSpeed imports it too, for a second
 
 import dmjd.cli

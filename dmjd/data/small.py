@@ -6,7 +6,6 @@ import gzip
 import math
 import struct
 import zlib
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -115,12 +114,11 @@ class Digits(ArrayDataset):
     """
 
     def __init__(self, split: Split) -> None:
-        package = find_spec("sklearn")
-        if package is None or package.origin is None:
-            raise DataError("data.name=digits needs scikit-learn: pip install scikit-learn")
-        # The file that sklearn.datasets.load_digits reads, without the second that its import takes.
-        table = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
-        pixels, labels = table[:, :-1], table[:, -1].astype(np.int64)
+        try:
+            from sklearn.datasets import load_digits  # only this data set needs scikit-learn
+        except ModuleNotFoundError as error:
+            raise DataError("data.name=digits needs scikit-learn: pip install scikit-learn") from error
+        pixels, labels = load_digits(return_X_y=True)
         # RandomState, not Generator: numpy guarantees that its stream never changes, so the split does not either.
         order = np.random.RandomState(0).permutation(len(labels))
         chosen = order[:-_DIGITS_TEST_IMAGES] if split == "train" else order[-_DIGITS_TEST_IMAGES:]

@@ -108,8 +108,7 @@ def test_both_splits_together_are_scikit_learns_digits_once_each() -> None:
 
 
 def test_full_ink_is_white() -> None:
-    test = Digits("test")
-    assert max(test.image(index).max() for index in range(360)) == 255
+    assert max(Digits("test").image(index).max() for index in range(360)) == 255
 
 
 def test_the_split_is_fixed_and_has_every_class() -> None:
