@@ -56,7 +56,7 @@ def run(python: Path, *words: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_environment_has_torch_and_the_wheel_alone(torch_alone: Path, tmp_path: Path) -> None:
     code = f"""
 import importlib.util as util

@@ -336,8 +336,6 @@ EVERY_CELL = [
     ("zero3", "none", "none", "fp32"),
 ]
 SOME_CELLS = [
-    ("ddp", "model", "none", "fp32"),
-    ("zero2", "model", "full", "fp32"),
     ("ddp", "block", "none", "fp32"),
     ("fsdp", "block", "none", "fp32"),
     ("zero3", "block", "selective", "fp32"),

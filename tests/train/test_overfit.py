@@ -152,7 +152,10 @@ def scenes() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("encoder", "keys", "lr"), [("vit", ["backbone.patch_size=8"], 1e-2), ("convvit", [], 2e-2)])
+@pytest.mark.parametrize(
+    ("encoder", "keys", "lr"),
+    [pytest.param("vit", ["backbone.patch_size=8"], 1e-2, marks=pytest.mark.long), ("convvit", [], 2e-2)],
+)
 def test_upernet_learns_eight_scenes(encoder: str, keys: list[str], lr: float, scenes: list[Any]) -> None:
     batch = batch_of(scenes)
     step = overfit("segment", [*ENCODERS[encoder], *NARROW, *UPERNET, *keys], batch, steps=90, lr=lr)
@@ -160,7 +163,10 @@ def test_upernet_learns_eight_scenes(encoder: str, keys: list[str], lr: float, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("encoder", "keys", "lr"), [("vit", ["backbone.patch_size=16"], 5e-3), ("convvit", [], 1e-2)])
+@pytest.mark.parametrize(
+    ("encoder", "keys", "lr"),
+    [("vit", ["backbone.patch_size=16"], 5e-3), pytest.param("convvit", [], 1e-2, marks=pytest.mark.long)],
+)
 def test_mask_rcnn_learns_eight_scenes(encoder: str, keys: list[str], lr: float, scenes: list[Any]) -> None:
     batch = batch_of(scenes)
     step = overfit("detect", [*ENCODERS[encoder], *NARROW, *MASK_RCNN, *keys], batch, steps=80, lr=lr)

@@ -215,7 +215,8 @@ def curve(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["zero2", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_a_run_that_was_cut_goes_on(
     name: str,
     tmp_path: Path,
