@@ -157,8 +157,10 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """Everything on the node dies at once, as in a power cut."""
-        for pid in self.processes_of(name):
-            _kill(pid, signal.SIGKILL)
+        pids = self.processes_of(name)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # else the batch script acts on the death of its srun
+            for pid in pids:
+                _kill(pid, number)
         self.slurmd.pop(name).wait(timeout=30)
 
     def kill_slurmd(self, name: str) -> None:
