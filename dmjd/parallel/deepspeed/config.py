@@ -48,13 +48,7 @@ def check(engine: EngineConfig) -> None:
 
 
 def deepspeed_config(
-    engine: EngineConfig,
-    optim: OptimConfig,
-    *,
-    bf16: bool,
-    micro_batch: int,
-    parameters: int,
-    block: int,
+    engine: EngineConfig, optim: OptimConfig, *, bf16: bool, micro_batch: int, parameters: int, block: int
 ) -> dict[str, Any]:
     """The dictionary for ``deepspeed.initialize``. Defaults of DeepSpeed move between releases, so none is relied on.
 
