@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image
 from torch import Tensor
 
 from dmjd.data.augment import RandAugment, apply
 from dmjd.data.batch import Batch
-from dmjd.data.dataset import Box, OpenImage, Pixels, Size
+from dmjd.data.dataset import Box, InMemory, OpenImage, Pixels, Size
 from dmjd.ops.philox import Domain, keyed_uniform
 
 Range = tuple[float, float]
@@ -120,7 +122,50 @@ class CropDraws:
     def cut(self, row: int, image: OpenImage) -> tuple[Tensor, ...]:
         """The crop of sample ``sample_ids[row]`` of ``image``, augmented; see :meth:`RandomResizedCrop.cut`."""
         first, *second = self._crop.cut(image, self.box(row, *image.size))
-        return (first if self._operations is None else apply(self._operations[row], first)), *second
+        return self._augmented(row, first), *second
+
+    def cut_all(self, images: Pixels) -> list[tuple[Tensor, ...]]:
+        """:meth:`cut` of every sample, ``images`` being uint8 ``[B, H, W, C]``: the same bits in a third of the time
+        where images are small."""
+        if self._crop.second_size is not None:
+            return [self.cut(row, InMemory(image)) for row, image in enumerate(images)]
+        boxes = [self.box(row, *images.shape[1:3]) for row in range(len(images))]
+        crops = _resize_boxes(images, np.array(boxes), self._crop.size, self._crop.interpolation)
+        return [(self._augmented(row, crop),) for row, crop in enumerate(crops.unbind())]
+
+    def _augmented(self, row: int, crop: Tensor) -> Tensor:
+        return crop if self._operations is None else apply(self._operations[row], crop)
+
+
+def _resize_boxes(images: Pixels, boxes: npt.NDArray[np.int64], size: Size, interpolation: str) -> Tensor:
+    """:func:`_resize` of a box of each image.
+
+    Torch resamples uint8 along rows, rounds, and then along columns. So boxes of one width are resampled along rows in
+    one call, stacked below each other, and boxes of one height along columns, side by side.
+
+    Args:
+        images: uint8 ``[B, H, W, C]``.
+        boxes: ``[B, 4]``, as :data:`dmjd.data.dataset.Box`.
+
+    Returns:
+        uint8 ``[B, h, w, C]``.
+    """
+    count, height, _, channels = images.shape
+    top, left, heights, widths = boxes.T
+    wide = np.empty((count, height, size[1], channels), np.uint8)
+    for width in np.unique(widths).tolist():
+        rows = np.flatnonzero(widths == width)
+        parts = np.moveaxis(sliding_window_view(images, width, axis=2), -1, 3)[rows, :, left[rows]]
+        resized = _resize(parts.reshape(-1, width, channels), (len(rows) * height, size[1]), interpolation)
+        wide[rows] = resized.numpy().reshape(-1, height, size[1], channels)
+    crops = np.empty((count, *size, channels), np.uint8)
+    for height in np.unique(heights).tolist():
+        rows = np.flatnonzero(heights == height)
+        parts = np.moveaxis(sliding_window_view(wide, height, axis=1), -1, 2)[rows, top[rows]]
+        side_by_side = np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(height, -1, channels)
+        resized = _resize(side_by_side, (size[0], len(rows) * size[1]), interpolation)
+        crops[rows] = resized.numpy().reshape(size[0], -1, size[1], channels).swapaxes(0, 1)
+    return torch.from_numpy(crops)
 
 
 def _lanczos(pixels: Pixels, size: Size) -> Tensor:

@@ -205,6 +205,14 @@ class Subset:
         return int(self._indices[index])
 
 
+def pixels_in_memory(dataset: ImageDataset, indices: npt.NDArray[np.int64]) -> Pixels | None:
+    """Images ``indices`` of a data set in memory, uint8 ``[B, H, W, C]``, none of which is bad; None of other data
+    sets."""
+    if isinstance(dataset, Subset):
+        return pixels_in_memory(dataset._dataset, dataset._indices[indices])
+    return dataset._images[indices] if isinstance(dataset, ArrayDataset) else None
+
+
 class EvenSubset(Subset):
     """``count`` evenly spaced images of a data set, so that a data set sorted by class stays balanced.
 

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
-from dmjd.data.crops import evaluation_view
-from dmjd.data.dataset import ImageDataset
+from dmjd.data.crops import CropDraws, evaluation_view
+from dmjd.data.dataset import ImageDataset, pixels_in_memory
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.shards.pool import shorten_socket_paths
 from dmjd.data.substitution import Substitution, read_sample
@@ -147,8 +147,13 @@ class StepBatches:
         if self._order[0] != epoch:
             self._order = epoch, self._sampler.order(key, *self._columns)
         sample_ids = self._order[1][number].long()
-        draws = self.crop.draw(sample_ids, key)
-        arrived, samples = progress_mark(), []
+        draws, arrived = self.crop.draw(sample_ids, key), progress_mark()
+        pixels = pixels_in_memory(self._dataset, sample_ids.numpy()) if isinstance(draws, CropDraws) else None
+        if pixels is not None:
+            views, labels = draws.cut_all(pixels), [self._dataset.label(index) for index in sample_ids.tolist()]
+            arrived()
+            return self.crop.batch(views, sample_ids, labels), ()
+        samples = []
         for row, index in enumerate(sample_ids.tolist()):
             samples.append(read_sample(self._dataset, index, self._seed, partial(draws.cut, row)))
             arrived()

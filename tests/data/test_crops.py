@@ -11,9 +11,11 @@ from skimage import data
 from torch import Tensor
 
 from dmjd.config import DataConfig
+from dmjd.data.augment import RandAugment
 from dmjd.data.build import training_crop
 from dmjd.data.crops import ATTEMPTS, RandomResizedCrop, Range, evaluation_view
-from dmjd.data.dataset import InMemory
+from dmjd.data.dataset import ArrayDataset, InMemory, Subset
+from dmjd.data.loader import StepBatches
 from dmjd.errors import ConfigError
 from dmjd.ops.philox import Domain, keyed_uniform, make_key
 
@@ -172,3 +174,38 @@ def test_the_evaluation_view_is_the_centre_of_pillows_resize(
     view = evaluation_view(InMemory(image), size, crop_pct)
     assert view.shape == (*size, 3)
     assert np.abs(view.numpy() - whole[top : top + size[0], left : left + size[1]]).max() <= 1
+
+
+@pytest.mark.parametrize("augment", [None, "rand-m9-mstd0.5-inc1"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(
+    ("images", "size"),
+    [((40, 28, 28, 1), (32, 32)), ((40, 32, 32, 3), (32, 32)), ((40, 17, 40, 3), (24, 12)), ((3, 1, 5, 1), (4, 4))],
+)
+def test_crops_of_images_in_memory_equal_those_of_each_image(
+    images: tuple[int, int, int, int], size: tuple[int, int], interpolation: str, augment: str | None
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, images, dtype=np.uint8)
+    operations = None if augment is None else RandAugment(augment, [0.5] * images[3], interpolation)
+    for single_draw, second_size in ((False, None), (True, None), (False, (8, 8))):
+        crop = RandomResizedCrop(
+            size, single_draw=single_draw, interpolation=interpolation, second_size=second_size, augment=operations
+        )
+        draws = crop.draw(torch.arange(len(pixels)) + 9, KEY)
+        together = draws.cut_all(pixels)
+        for row, image in enumerate(pixels):
+            for found, alone in zip(together[row], draws.cut(row, InMemory(image)), strict=True):
+                assert torch.equal(found, alone)
+
+
+def test_batches_of_a_data_set_in_memory_are_those_of_its_images() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 28, 28, 1), dtype=np.uint8)
+    labels = np.arange(50) % 7
+    dataset = Subset(Subset(ArrayDataset(pixels, labels, 7, "x"), range(49, 9, -1)), range(0, 40, 2))
+    crop = RandomResizedCrop((32, 32))
+    batch = StepBatches(dataset, 8, crop, seed=3)[3]
+    draws = crop.draw(batch.sample_ids, make_key(3, 1))
+    for row, index in enumerate(batch.sample_ids.tolist()):
+        original = 49 - 2 * index
+        assert torch.equal(batch.images[row], draws.cut(row, InMemory(pixels[original]))[0])
+        assert batch.labels[row] == labels[original]
