@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pretrain_step import STEPS, measure
-from step_record import Deadline, Record, best, measured, next_images, parse
+from step_record import Deadline, Record, best, card_gib, measured, next_images, parse
 
 from dmjd.builders.plan import Plan
 from dmjd.compose import compose
@@ -210,7 +210,7 @@ def main() -> None:
     for search in (False,) if options.first else (False, True):  # first all families at their preset's batch
         for family in families:
             first = first_images(family, options.tiny)
-            while (images := next_images(rows_of(record, family), first)) is not None:
+            while (images := next_images(rows_of(record, family), first, card_gib())) is not None:
                 if images > first and not search:
                     break
                 if deadline.over:

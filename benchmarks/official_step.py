@@ -10,8 +10,8 @@ FOLDERs are checkouts of the official repositories, which are imported unchanged
     official, compiled  model and targets under torch.compile, bf16 autocast, fused AdamW, no loss.item()
     ours, ...           `dmjd pretrain`'s step
 
---best doubles the images of each way until its rate grows by less than 2 % or memory ends; rows that FILE holds of this
-card and torch are not measured again, and after --limit SECONDS no other is begun.
+--best doubles the images of each way until its rate grows by less than 2 % or twice as many do not fit; rows that FILE
+holds of this card and torch are not measured again, and after --limit SECONDS no other is begun.
 
 MAE's blocks are those of the installed timm, whose attention is fused; it was written for timm 0.3.2, whose is not.
 """
@@ -35,7 +35,7 @@ import numpy
 import torch
 from inputs import DIFFERENT
 from pretrain_step import STEPS, WARMUP, measure
-from step_record import Deadline, Record, best, clean, measured, next_images
+from step_record import Deadline, Record, best, card_gib, clean, measured, next_images
 from torch import Tensor, nn
 
 from dmjd.compose import compose
@@ -214,7 +214,7 @@ def best_batches(arguments: Any) -> None:
         name, first = case.split(":")[0], int(case.split(":")[1])
         for way, of_images in ways_of(name, arguments).items():
             rows = [row for row in record.rows if (row["case"], row["way"]) == (name, way)]
-            while (images := next_images(rows, first)) is not None:
+            while (images := next_images(rows, first, card_gib())) is not None:
                 if deadline.over:
                     print(f"{arguments.limit:.0f} s are over; the same command goes on with {case}, {way}")
                     return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -95,21 +96,27 @@ def parse(parser: argparse.ArgumentParser, benchmark: str) -> tuple[argparse.Nam
     return options, device, options.json or Path(f"{name}_{card}.json")
 
 
-def next_images(rows: list[dict[str, Any]], first: int) -> int | None:
+def next_images(rows: list[dict[str, Any]], first: int, memory_gib: float = math.inf) -> int | None:
     """Images of the next batch to measure, given the rows of one case with ``images``; None if the search has ended.
 
-    It doubles ``first`` until the rate grows by less than 2 % or a row has ``out_of_memory``.
+    It doubles ``first`` until the rate grows by less than 2 %, a row has ``out_of_memory``, or twice the images cannot
+    fit a card of ``memory_gib``: they would take 1.7 times as much, if weights and all that does not grow are 30 %.
     """
     known = {row["images"]: row for row in rows}
     images = first
     while images in known:
         row, half = known[images], known.get(images // 2)
-        if row.get("out_of_memory"):
+        if row.get("out_of_memory") or 1.7 * row["peak_gib"] > memory_gib:
             return None
         if half is not None and row["images_per_second"] < GAIN * half["images_per_second"]:
             return None
         images *= 2
     return images
+
+
+def card_gib() -> float:
+    """Memory of the GPU; of a computer without one infinite."""
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else math.inf
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 Floors of a step of 1024 images, two views, on an H200: products 1.36e12 operations, 4 ms at the 350 TFLOP/s that
 products of width 192 may reach; about 12 GB of activations, 3 ms. So 7 ms, or 140,000 images/s, if the host is never
-the bound: an image costs a loader worker 46 us, so 100,000 images/s are 4.6 of 16 cores, and a CUDA graph replaces the
+the bound: an image costs a loader worker 13 us, so 100,000 images/s are 1.3 cores, and a CUDA graph replaces the
 launches of the step's kernels.
 """
 

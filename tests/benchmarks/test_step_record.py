@@ -20,10 +20,15 @@ def step_record(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("step_record")
 
 
-def search(step_record: ModuleType, first: int, rate: Callable[[int], float]) -> list[dict[str, Any]]:
+def search(
+    step_record: ModuleType, first: int, rate: Callable[[int], float], memory_gib: float = 1e9
+) -> list[dict[str, Any]]:
+    def measure(images: int) -> dict[str, Any]:
+        return {"images_per_second": rate(images), "peak_gib": 2 + images / 8}
+
     rows: list[dict[str, Any]] = []
-    while (images := step_record.next_images(rows, first)) is not None:
-        rows.append(step_record.measured(lambda images: {"images_per_second": rate(images)}, images))
+    while (images := step_record.next_images(rows, first, memory_gib)) is not None:
+        rows.append(step_record.measured(measure, images))
     return rows
 
 
@@ -46,6 +51,12 @@ def test_batches_double_until_memory_ends(step_record: ModuleType) -> None:
     assert rows[-1] == {"images": 256, "out_of_memory": True}
     assert step_record.best(rows)["images"] == 128
     assert step_record.best(search(step_record, 512, rate)) is None
+
+
+def test_a_batch_that_cannot_fit_is_not_tried(step_record: ModuleType) -> None:
+    assert [row["images"] for row in search(step_record, 64, float, 58)] == [64, 128, 256, 512]
+    assert [row["images"] for row in search(step_record, 64, float, 45)] == [64, 128, 256]
+    assert [row["images"] for row in search(step_record, 64, float, 30)] == [64, 128]
 
 
 def test_stored_rows_of_the_same_card_are_kept_and_replaced_by_their_key(
