@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from inputs import DIFFERENT, synthetic
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dmjd.builders.step import build_step
 from dmjd.compose import compose
+from dmjd.config import PretrainConfig
 
 WARMUP, STEPS = 5, 4
 
@@ -40,13 +42,20 @@ KINDS = {
 }
 
 
-def main() -> None:
-    overrides, top = sys.argv[1:], 40
-    if "--top" in overrides:
-        at = overrides.index("--top")
-        top = int(overrides[at + 1])
-        del overrides[at : at + 2]
-    config = compose("pretrain", overrides)
+class StepKernels(NamedTuple):
+    """step_ms: of a profiled step; times: microseconds of every launch of the steps, by the kernel's name."""
+
+    step_ms: float
+    times: dict[str, list[float]]
+
+    @property
+    def busy_ms(self) -> float:
+        """Milliseconds of all kernels of a step."""
+        return sum(map(sum, self.times.values())) / STEPS / 1000
+
+
+def profiled(config: PretrainConfig) -> StepKernels:
+    """Profile :data:`STEPS` steps."""
     step = build_step(config)
     device = step.engine.device
     pool = [synthetic(config, config.batch_size, config.batch_size * index).to(device) for index in range(DIFFERENT)]
@@ -69,11 +78,21 @@ def main() -> None:
     for event in profiler.events():
         if event.device_type.name == "CUDA":
             kernels[event.name].append(event.time_range.elapsed_us())
-    kinds: dict[str, float] = defaultdict(float)
+    return StepKernels(start.elapsed_time(end) / STEPS, kernels)
+
+
+def main() -> None:
+    overrides, top = sys.argv[1:], 40
+    if "--top" in overrides:
+        at = overrides.index("--top")
+        top = int(overrides[at + 1])
+        del overrides[at : at + 2]
+    found = profiled(compose("pretrain", overrides))
+    kernels, kinds = found.times, defaultdict[str, float](float)
     for name, times in kernels.items():
         kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "others")
         kinds[kind] += sum(times)
-    print(f"step {start.elapsed_time(end) / STEPS:.2f} ms, in kernels {sum(kinds.values()) / STEPS / 1000:.2f} ms")
+    print(f"step {found.step_ms:.2f} ms, in kernels {found.busy_ms:.2f} ms")
     for kind, total in sorted(kinds.items(), key=lambda item: -item[1]):
         print(f"{total / STEPS / 1000:8.2f} ms  {kind}")
     for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:top]:

@@ -3,7 +3,7 @@
     export PYTHONPATH=benchmarks
     python -m evidence run [--only a,e] [--limit SECONDS] [--at-once N]  trains what the record lacks, in order
     python -m evidence speed [--at-once 1,8] [--arm NAME]                images per second of N trainings at once
-    python -m evidence steps [--only a]                                  images per second of a step alone
+    python -m evidence steps [--only a]                                  time that a step takes of the GPU
     python -m evidence plan                                              trainings and GPU minutes of each study
     python -m evidence page                                              docs/evidence.md and its figures
     python -m evidence photographs --elpv FOLDER                         images of study j, from pip's elpv-dataset
@@ -114,21 +114,24 @@ def train(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
 
 
 def measure_steps(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
-    """Store the speed of a step, its images in the memory of a GPU that nothing else uses, of the arms that decide the
-    epochs of others."""
-    from pretrain_step import measure  # seconds, which other commands leave to their processes
+    """Store the time that a step takes of the GPU, which nothing else may use, of the arms that decide the epochs of
+    others: the sum of its kernels, since the CPU can be the bound of a step this small."""
+    from step_kernels import profiled  # seconds, which other commands leave to their processes
 
     device, _ = card()
-    machine = () if device == "CPU" or options.eager else ON_GPU
+    if device == "CPU":
+        raise SystemExit("steps sums the kernels of a step, and there is no GPU")
+    machine = () if options.eager else ON_GPU
     for arm in [arm for study in plan.studies for arm in study.timed() if rows.speed(arm) is None]:
         keys = {**arm.keys, **dict(key.split("=", 1) for key in machine)}
         config = compose("pretrain", [f"{key}={value}" for key, value in keys.items()])
-        found = measure(config)
+        found = profiled(config)
         host = {"device": device, "torch": torch.__version__, "date": date.today().isoformat()}
         key = {"arm": arm.id, "label": arm.label, "stage": STEP, "seed": 0, "rate": 0.0}
         row = {**key, **host, "commit": options.commit or commit()}
-        rows.add({**row, "images_per_second": round(found["images_per_second"], 1), "step_ms": found["step_ms"]})
-        print(f"{arm.label}: {found['step_ms']:.2f} ms, {found['images_per_second']:.0f} images/s", flush=True)
+        of_gpu = {"images_per_second": round(1000 * config.batch_size / found.busy_ms, 1), "kernels_ms": found.busy_ms}
+        rows.add({**row, **of_gpu, "step_ms": found.step_ms})
+        print(f"{arm.label}: kernels {found.busy_ms:.2f} ms, a step {found.step_ms:.2f} ms", flush=True)
 
 
 def speed_jobs(arm: Arm, count: int) -> list[Job]:

@@ -116,7 +116,9 @@ def _section(study: Study, found: Found, rows: Rows, figure: str) -> Iterator[st
         scores = " | ".join(f"{values[s]:.1f}" if s in values else "-" for s in shown)
         yield f"| {label} | - | - | - | {scores} | - |"
     if timed := [(arm.label, speed) for arm in study.timed() if (speed := rows.speed(arm)) is not None]:
-        yield "\n" + fill(f"Steps alone: {'; '.join(f'{label}: {speed:.0f} images/s' for label, speed in timed)}.", 120)
+        yield "\n" + fill(
+            f"Images per second of GPU time: {'; '.join(f'{label}: {speed:.0f}' for label, speed in timed)}.", 120
+        )
     yield "\n| claim | in the paper | score | difference, interval [detectable] | finding |\n|---|---|---|---|---|"
     for comparison in study.comparisons:
         difference_of, result = _compared(comparison, study, found)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 TUNE, FULL, STEP = "tune", "full", "step"
-"""Stages: the search for the rate at half length, the trainings of all seeds, and the speed of a step alone."""
+"""Stages: the search for the rate at half length, the trainings of all seeds, and the GPU time of a step."""
 HELD_OUT = 10
 """Per cent of the training images of :data:`SOURCES` without folds, the last ones, that score the rates."""
 
@@ -53,7 +53,7 @@ class Arm:
     objective: "" or "misaligned" (arm.py).
     percent: of the training images, the first of each class.
     rate_of: the arm that is tuned in place of this one.
-    time_of: the arm that takes the GPU as long; the epochs follow from the speed of both steps (:meth:`Rows.epochs`).
+    time_of: the arm that takes the GPU as long; the epochs follow from the time of both steps (:meth:`Rows.epochs`).
     """
 
     label: str
@@ -276,7 +276,7 @@ class Rows:
         return {rate: row for (id, stage, _, rate), row in self.rows.items() if id == arm.id and stage == TUNE}
 
     def speed(self, arm: Arm) -> float | None:
-        """Images per second of the arm's step alone; None before it is measured."""
+        """Images per second of GPU time of the arm's step; None before it is measured."""
         row = self.rows.get((arm.id, STEP, 0, 0.0))
         return None if row is None else row["images_per_second"]
 
