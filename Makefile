@@ -11,8 +11,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN ?= runs/demo
 MAX_JOBS ?= 2
-# More than the two cores of CI: many tests wait for other processes.
-WORKERS ?= 3
+# Twice the cores of CI: many tests wait for other processes.
+WORKERS ?= 4
 # Where a compiler is at hand, a kernel that does not build is an error and not a fallback.
 DMJD_EXT ?= $(if $(shell command -v c++),force,auto)
 DMJD_CUDA ?= $(if $(shell command -v nvcc),force,auto)

@@ -6,8 +6,8 @@
 
 Steps are those of `dmjd pretrain` and `dmjd finetune` with engine.compile=model in bfloat16, timed by pretrain_step.py
 over images that are on the device. Each family is measured at its preset's batch divided by 8 GPUs; then, unless
---first is given, with twice the images each time until the rate grows by less than 2 % or memory ends. Targets that
-need a file of weights (dVAE, CLIP) get random ones of the same shapes.
+--first is given, with twice the images each time until the rate grows by less than 2 % or twice as many do not fit.
+Targets that need a file of weights (dVAE, CLIP) get random ones of the same shapes.
 
 Rows are written one by one, and those that FILE holds of this card and torch are not measured again, except with
 --again; no other row is begun after SECONDS. Most of the time is compilation: several processes with --first, each

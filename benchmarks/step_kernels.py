@@ -50,7 +50,7 @@ class StepKernels(NamedTuple):
 
     @property
     def busy_ms(self) -> float:
-        """Milliseconds of all kernels of a step."""
+        """Milliseconds of all kernels of a step, those that run side by side counted each."""
         return sum(map(sum, self.times.values())) / STEPS / 1000
 
 

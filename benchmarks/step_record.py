@@ -99,17 +99,20 @@ def parse(parser: argparse.ArgumentParser, benchmark: str) -> tuple[argparse.Nam
 def next_images(rows: list[dict[str, Any]], first: int, memory_gib: float = math.inf) -> int | None:
     """Images of the next batch to measure, given the rows of one case with ``images``; None if the search has ended.
 
-    It doubles ``first`` until the rate grows by less than 2 %, a row has ``out_of_memory``, or twice the images cannot
-    fit a card of ``memory_gib``: they would take 1.7 times as much, if weights and all that does not grow are 30 %.
+    It doubles ``first`` until the rate grows by less than 2 %, a row has ``out_of_memory``, or the next peak, on the
+    line of the last two, exceeds ``memory_gib``.
     """
     known = {row["images"]: row for row in rows}
     images = first
     while images in known:
         row, half = known[images], known.get(images // 2)
-        if row.get("out_of_memory") or 1.7 * row["peak_gib"] > memory_gib:
+        if row.get("out_of_memory"):
             return None
-        if half is not None and row["images_per_second"] < GAIN * half["images_per_second"]:
-            return None
+        if half is not None:
+            if row["images_per_second"] < GAIN * half["images_per_second"]:
+                return None
+            if row["peak_gib"] and 3 * row["peak_gib"] - 2 * half["peak_gib"] > memory_gib:
+                return None
         images *= 2
     return images
 

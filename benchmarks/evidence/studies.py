@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-TUNE, FULL, STEP = "tune", "full", "step"
+TUNE, FULL, STEP = "tune", "full", "kernels"
 """Stages: the search for the rate at half length, the trainings of all seeds, and the GPU time of a step."""
 HELD_OUT = 10
 """Per cent of the training images of :data:`SOURCES` without folds, the last ones, that score the rates."""

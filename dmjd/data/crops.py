@@ -7,7 +7,7 @@ id), so a crop does not depend on the batch or the process.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -27,6 +27,8 @@ from dmjd.ops.philox import Domain, keyed_uniform
 Range = tuple[float, float]
 
 ATTEMPTS = 10
+_GROUP = 4
+"""Images for each width and height of boxes from which on :func:`_resize_boxes` is faster than one image at a time."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,16 @@ class CropDraws:
         return self._augmented(row, first), *second
 
     def cut_all(self, images: Pixels) -> list[tuple[Tensor, ...]]:
-        """:meth:`cut` of every sample, ``images`` being uint8 ``[B, H, W, C]``: the same bits in a third of the time
-        where images are small."""
-        if self._crop.second_size is not None:
-            return [self.cut(row, InMemory(image)) for row, image in enumerate(images)]
+        """:meth:`cut` of every sample, ``images`` being uint8 ``[B, H, W, C]``, at least one: the same bits, and of a
+        batch of 1024 small images in a third of the time."""
         boxes = [self.box(row, *images.shape[1:3]) for row in range(len(images))]
-        crops = _resize_boxes(images, np.array(boxes), self._crop.size, self._crop.interpolation)
-        return [(self._augmented(row, crop),) for row, crop in enumerate(crops.unbind())]
+        groups = sum(len(set(sides)) for sides in list(zip(*boxes, strict=True))[2:])
+        crops: Iterable[tuple[Tensor, ...]]
+        if self._crop.second_size is None and len(images) >= _GROUP * groups:
+            crops = zip(_resize_boxes(images, np.array(boxes), self._crop.size, self._crop.interpolation), strict=True)
+        else:
+            crops = map(self._crop.cut, map(InMemory, images), boxes)
+        return [(self._augmented(row, first), *second) for row, (first, *second) in enumerate(crops)]
 
     def _augmented(self, row: int, crop: Tensor) -> Tensor:
         return crop if self._operations is None else apply(self._operations[row], crop)

@@ -109,7 +109,7 @@ class ImageDataset(Protocol):
 
 
 class ArrayDataset:
-    """Images held in memory.
+    """Images held in memory. Loaders read the array itself, so :meth:`image` is not for subclasses to change.
 
     Args:
         images: uint8 ``[N, H, W, C]``.

@@ -88,7 +88,7 @@ def test_equal_gpu_time_follows_from_the_speed_of_the_steps(studies: ModuleType,
             rows.add(row_of(job))
     assert not [job for job in plan.jobs(rows) if job.arm.time_of], "the steps are not measured"
     for arm, speed in zip(plan.studies[0].timed(), (160e3, 100e3, 50e3), strict=True):
-        rows.add({"arm": arm.id, "stage": "step", "seed": 0, "rate": 0.0, "images_per_second": speed})
+        rows.add({"arm": arm.id, "stage": "kernels", "seed": 0, "rate": 0.0, "images_per_second": speed})
     epochs = {job.arm.label: (job.epochs, job.images) for job in plan.jobs(rows) if job.arm.time_of}
     assert epochs == {"K = 1, GPU time of K = 2": (32, 1_920_000), "K = 4, GPU time of K = 2": (10, 600_000)}
     assert arms["k1_time"].id != arms["k1"].id

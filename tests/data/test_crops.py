@@ -180,7 +180,7 @@ def test_the_evaluation_view_is_the_centre_of_pillows_resize(
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize(
     ("images", "size"),
-    [((40, 28, 28, 1), (32, 32)), ((40, 32, 32, 3), (32, 32)), ((40, 17, 40, 3), (24, 12)), ((3, 1, 5, 1), (4, 4))],
+    [((200, 28, 28, 1), (32, 32)), ((200, 32, 32, 3), (32, 32)), ((300, 17, 40, 3), (24, 12)), ((40, 1, 5, 1), (4, 4))],
 )
 def test_crops_of_images_in_memory_equal_those_of_each_image(
     images: tuple[int, int, int, int], size: tuple[int, int], interpolation: str, augment: str | None
@@ -193,6 +193,8 @@ def test_crops_of_images_in_memory_equal_those_of_each_image(
         )
         draws = crop.draw(torch.arange(len(pixels)) + 9, KEY)
         together = draws.cut_all(pixels)
+        few = draws.cut_all(pixels[:3])
+        assert all(torch.equal(*pair) for row in range(3) for pair in zip(few[row], together[row], strict=True))
         for row, image in enumerate(pixels):
             for found, alone in zip(together[row], draws.cut(row, InMemory(image)), strict=True):
                 assert torch.equal(found, alone)
