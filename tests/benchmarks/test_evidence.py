@@ -88,7 +88,7 @@ def test_equal_gpu_time_follows_from_the_speed_of_the_steps(studies: ModuleType,
             rows.add(row_of(job))
     assert not [job for job in plan.jobs(rows) if job.arm.time_of], "the steps are not measured"
     for arm, speed in zip(plan.studies[0].timed(), (160e3, 100e3, 50e3), strict=True):
-        rows.add({"arm": arm.id, "stage": "kernels", "seed": 0, "rate": 0.0, "images_per_second": speed})
+        rows.add({"arm": arm.id, "stage": studies.STEP, "seed": 0, "rate": 0.0, "images_per_second": speed})
     epochs = {job.arm.label: (job.epochs, job.images) for job in plan.jobs(rows) if job.arm.time_of}
     assert epochs == {"K = 1, GPU time of K = 2": (32, 1_920_000), "K = 4, GPU time of K = 2": (10, 600_000)}
     assert arms["k1_time"].id != arms["k1"].id
@@ -320,7 +320,7 @@ def test_every_arm_is_a_valid_training(studies: ModuleType) -> None:
 
 
 @pytest.mark.long
-def test_tiny_studies_from_training_to_page(tmp_path: Path) -> None:
+def test_tiny_studies_from_training_to_page(studies: ModuleType, tmp_path: Path) -> None:
     """``make evidence-smoke``."""
     record, page = tmp_path / "rows.jsonl", tmp_path / "docs" / "evidence.md"
     page.parent.mkdir()
@@ -338,8 +338,14 @@ def test_tiny_studies_from_training_to_page(tmp_path: Path) -> None:
         ).stdout
 
     assert call("photographs").startswith("60 images")
+    arms = studies.Plan.read(TINY).studies[0].arms
+    for name, speed in (("k1", 2000.0), ("k2", 1000.0)):  # `steps` sums kernels of a GPU
+        row = {"arm": arms[name].id, "stage": studies.STEP, "seed": 0, "rate": 0.0, "images_per_second": speed}
+        studies.Rows(record).add(row)
     call("run")
-    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    rows = [row for row in lines if row["stage"] != studies.STEP]
+    assert [row["epochs"] for row in rows if row["arm"] == arms["k1_time"].id] == [8, 8], "twice those of two views"
     digits = [row for row in rows if "probe" in row["scores"]]
     assert sorted((row["stage"], row["seed"]) for row in digits) == (
         [("full", seed) for seed in (0, 0, 0, 1, 1, 1)] + [("tune", 0)] * 2
@@ -355,5 +361,5 @@ def test_tiny_studies_from_training_to_page(tmp_path: Path) -> None:
     text = page.read_text()
     for line in ("| K = 1 |", "| before training |", "Two views are better than one. | - | linear probe |"):
         assert line in text
-    assert "| a paper | - | - | - | - | - | 50.0 | - | - |" in text
+    assert "| a paper | - | - | - | - | - | 50.0 | - |" in text
     assert (page.parent / "images" / "evidence_a.png").stat().st_size > 5000
