@@ -231,18 +231,22 @@ class Plan:
             # A model that is one CUDA graph makes gradients of its own, which are added when all of them have come.
             twice = graphs and self.config.engine.compile == "model"
             step = state.gradients + (some.with_gradients if twice else some.transient)(images) - self._uncopied(engine)
-        held = state.weights + state.optimizer + state.gathered + self.frozen(engine)
-        most = held + max(step + some.inputs(images), state.gradients)
+        held = state.weights + state.optimizer + self.frozen(engine)
+        # Stages 2 and 3 of DeepSpeed have buckets and whole weights beside all activations. FSDP's whole weights are
+        # counted as autocast's copies, and its gradients, as stage 1's, leave when activations have gone.
+        beside = state.gathered if ENGINES[engine].stage in (2, 3) else 0
+        most = held + max(step + some.inputs(images) + beside, state.gradients + state.gathered)
         return (1 + GRAPHS) * most if graphs else most
 
     def _uncopied(self, engine: str) -> int:
-        """Bytes of autocast's copies of weights, where what ``engine`` gathers has their type already, and goes."""
-        if not ENGINES[engine].mesh or not reshards(self.config.engine, self.parameters):
+        """Bytes of autocast's copies of weights, where what ``engine`` gathers has their type already, and goes; less
+        than 0 of what it gathers and keeps in float32, without copies."""
+        if not ENGINES[engine].mesh:
             return 0
         precision = select_precision(self.config.engine.precision, torch.device("cuda"))
-        if precision == torch.float32:
-            return 0
-        return precision.itemsize * sum(p.numel() for block in blocks(self.model) for p in block.parameters())
+        gathered = precision.itemsize * sum(p.numel() for block in blocks(self.model) for p in block.parameters())
+        copied, kept = precision != torch.float32, not reshards(self.config.engine, self.parameters)
+        return gathered * (copied - kept) if copied != kept else 0
 
     @property
     def divisors(self) -> Iterator[int]:

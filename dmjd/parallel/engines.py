@@ -151,7 +151,7 @@ ENGINES = {
         mesh=True,
         buckets=False,
     ),
-    "zero1": EngineSpec(_deepspeed, Divided(optimizer=True), _ZERO_OPTIONS, stage=1),
+    "zero1": EngineSpec(_deepspeed, Divided(optimizer=True), _ZERO_OPTIONS, stage=1, buckets=False),
     # Of two buckets one is filled while the other is reduced.
     "zero2": EngineSpec(
         _deepspeed, Divided(gradients=True, optimizer=True), _ZERO_OPTIONS, stage=2, reduced=2 * ZERO_BUCKET

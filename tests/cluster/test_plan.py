@@ -191,10 +191,20 @@ def test_gradients_of_an_earlier_micro_batch_are_there_throughout_the_next(engin
     words = "experiment=mae_vit_base", "gpus=2", "batch_size=64", f"engine.reshard_after_forward={reshard}"
     plan = with_activations(make_plan(*words), GIB)
     state = plan.state(engine)
-    held = state.weights + state.optimizer + state.gathered
+    held = state.weights + state.optimizer
     uncopied = 2 * 119_000_000 if reshard == "true" else 0  # blocks' bfloat16 copies, about
     assert plan.peak(engine, "none", 4) == pytest.approx(held + 4 * GIB - uncopied, rel=0.01)
     assert plan.peak(engine, "none", 4, 2) == pytest.approx(plan.peak(engine, "none", 4) + state.gradients, rel=1e-9)
+
+
+def test_weights_that_fsdp_keeps_are_copies_only_in_bfloat16() -> None:
+    """Gathered in float32 they are beside the activations, 4 bytes of 110 million parameters of blocks."""
+    words = "experiment=mae_vit_base", "gpus=2", "batch_size=64", "engine.reshard_after_forward=false"
+    peaks = [
+        with_activations(make_plan(*words, f"engine.precision={precision}"), GIB).peak("fsdp", "none", 4)
+        for precision in ("bf16", "fp32")
+    ]
+    assert peaks[1] - peaks[0] == pytest.approx(4 * 110_000_000, rel=0.01)
 
 
 def test_cuda_graphs_are_counted_with_gradients_of_their_own_and_what_they_do_not_lend() -> None:
