@@ -246,7 +246,7 @@ class Plan:
         precision = select_precision(self.config.engine.precision, torch.device("cuda"))
         gathered = precision.itemsize * sum(p.numel() for block in blocks(self.model) for p in block.parameters())
         copied, kept = precision != torch.float32, not reshards(self.config.engine, self.parameters)
-        return gathered * (copied - kept) if copied != kept else 0
+        return gathered * (copied - kept)
 
     @property
     def divisors(self) -> Iterator[int]:

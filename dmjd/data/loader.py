@@ -148,8 +148,7 @@ class StepBatches:
             self._order = epoch, self._sampler.order(key, *self._columns)
         sample_ids = self._order[1][number].long()
         draws, arrived = self.crop.draw(sample_ids, key), progress_mark()
-        pixels = pixels_in_memory(self._dataset, sample_ids.numpy())
-        if pixels is not None and isinstance(draws, CropDraws):
+        if isinstance(draws, CropDraws) and (pixels := pixels_in_memory(self._dataset, sample_ids.numpy())) is not None:
             views, labels = draws.cut_all(pixels), [self._dataset.label(index) for index in sample_ids.tolist()]
             arrived()
             return self.crop.batch(views, sample_ids, labels), ()
