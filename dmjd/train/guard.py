@@ -91,7 +91,7 @@ class PendingStep:
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=True)  # a wait that spins would take a core from the loader
             self._event.record()
         else:
             self._host = packed
