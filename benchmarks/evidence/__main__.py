@@ -114,8 +114,8 @@ def train(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
 
 
 def measure_steps(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
-    """Store the time that a step takes of the GPU, which nothing else may use, of the arms that decide the epochs of
-    others: the sum of its kernels, since the CPU can be the bound of a step this small."""
+    """Store the time that each step of the studies which compare equal times takes of the GPU, which nothing else may
+    use: the sum of its kernels, since the CPU can be the bound of a step this small."""
     from step_kernels import profiled  # seconds, which other commands leave to their processes
 
     device, _ = card()

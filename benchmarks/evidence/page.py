@@ -115,10 +115,7 @@ def _section(study: Study, found: Found, rows: Rows, figure: str) -> Iterator[st
     for label, values in study.published.items():
         scores = " | ".join(f"{values[s]:.1f}" if s in values else "-" for s in shown)
         yield f"| {label} | - | - | - | {scores} | - |"
-    if timed := [(arm.label, speed) for arm in study.timed() if (speed := rows.speed(arm)) is not None]:
-        yield "\n" + fill(
-            f"Images per second of GPU time: {'; '.join(f'{label}: {speed:.0f}' for label, speed in timed)}.", 120
-        )
+    yield from _time_to_accuracy(study, found, rows)
     yield "\n| claim | in the paper | score | difference, interval [detectable] | finding |\n|---|---|---|---|---|"
     for comparison in study.comparisons:
         difference_of, result = _compared(comparison, study, found)
@@ -131,6 +128,28 @@ def _section(study: Study, found: Found, rows: Rows, figure: str) -> Iterator[st
     yield f"\n{_minutes(used.values())} GPU minutes on {', '.join(devices)}, commit {', '.join(commits) or 'unknown'};"
     yield "trainings that other studies have too are counted in each. The command:\n"
     yield f"    PYTHONPATH=benchmarks python -m evidence run --only {study.name}{elpv}\n"
+
+
+def _time_to_accuracy(study: Study, found: Found, rows: Rows) -> Iterator[str]:
+    """The time of each training by its GPU and by loaders of known speed; the slower one is the bound."""
+    if not study.loaders:
+        return
+    score = study.scores[0]
+    yield "\n" + fill(
+        "Time to accuracy. GPU seconds are the images read times the kernels of a step per image. A training takes as "
+        "long, or where loading is the bound the images read over the rate of its loader:",
+        120,
+    )
+    yield f"\n| arm | {SCORES[score]} | images read | GPU s | {' | '.join(f's, {label}' for label in study.loaders)} |"
+    yield "|---|---|---|---|" + "---|" * len(study.loaders)
+    for name, arm in study.arms.items():
+        if trained := list(found[name].values()):
+            images, speed = trained[0]["images"], rows.speed(arm)
+            limits = [images / speed if speed else None]
+            limits += [max(images / rate, limits[0]) if limits[0] else None for rate in study.loaders.values()]
+            seconds = " | ".join("-" if limit is None else f"{limit:.0f}" for limit in limits)
+            mean_score = mean(row["scores"][score] for row in trained)
+            yield f"| {arm.label} | {mean_score:.2f} | {images / 1e6:.1f} million | {seconds} |"
 
 
 def _compared(comparison: Comparison, study: Study, found: Found) -> tuple[str, str]:

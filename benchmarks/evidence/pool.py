@@ -128,7 +128,7 @@ class Pool:
     """Runs jobs of ``plan`` until none is left or the time is over.
 
     A process that will run the next training of a slot is started with the current one, so that its imports take no
-    time of a GPU. Of an arm that is not compiled yet one training begins first where there are others, and the later
+    time of a GPU. Of a step that is not compiled yet one training begins first where there are others, and the later
     ones find its kernels in the compiler's cache.
 
     Args:
@@ -195,8 +195,8 @@ class Pool:
         taken = {each.job.key for each in self.running} | self.failed
         jobs = [job for job in pending if job.key not in taken and self._seconds(job) <= self.left]
         for slot in sorted(slots)[: len(jobs)]:
-            cold = {each.job.arm.id for each in self.running} - self.compiled
-            job = next((job for job in jobs if job.arm.id not in cold), jobs[0])
+            cold = {each.job.arm.step.id for each in self.running} - self.compiled
+            job = next((job for job in jobs if job.arm.step.id not in cold), jobs[0])
             jobs.remove(job)
             self.running.append(self._start(job, slot))
         for each in self.running[: len(jobs)]:
@@ -257,7 +257,7 @@ class Pool:
                 continue
             arm, stage, seed, rate = job.key
             images = job.images
-            self.compiled.add(arm)
+            self.compiled.add(job.arm.step.id)
             row = {
                 "arm": arm,
                 "label": job.arm.label,

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Arm:
 
     keys: overrides of ``dmjd pretrain`` by key, the study's and those of base.yaml included.
     source: a name of :data:`SOURCES`.
-    objective: "" or "misaligned" (arm.py).
+    objective: a key of arm.OBJECTIVES.
     percent: of the training images, the first of each class.
     rate_of: the arm that is tuned in place of this one.
     time_of: the arm that takes the GPU as long; the epochs follow from the time of both steps (:meth:`Rows.epochs`).
@@ -75,6 +75,12 @@ class Arm:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
     @property
+    def step(self) -> Arm:
+        """The arm of which only the step counts, whose kernels all arms that differ in epochs alone share."""
+        keys = {key: value for key, value in self.keys.items() if key != "epochs"}
+        return replace(self, keys=keys, percent=100, rate_of=None, time_of=None)
+
+    @property
     def tuned(self) -> Arm:
         """The arm whose trainings choose the rate."""
         return self.rate_of or self
@@ -97,7 +103,8 @@ class Comparison:
 @dataclass(frozen=True)
 class Study:
     """One YAML file; ``untrained``: names of the arms whose encoder is also scored before training; ``published``:
-    scores from papers by label. ``source``, ``rates``, ``seeds``: base.yaml's unless the file has its own."""
+    scores from papers by label; ``loaders``: images per second by label, for the table of time to accuracy. ``source``,
+    ``rates``, ``seeds``: base.yaml's unless the file has its own."""
 
     name: str
     title: str
@@ -110,15 +117,17 @@ class Study:
     finetune: bool
     untrained: frozenset[str]
     published: Mapping[str, Mapping[str, float]]
+    loaders: Mapping[str, float]
 
     @property
     def scores(self) -> tuple[str, ...]:
         return SOURCES[self.source].scores
 
     def timed(self) -> list[Arm]:
-        """The arms whose step is to be measured: those that decide the epochs of arms with ``time_of``."""
-        pairs = [(arm.tuned, arm.time_of) for arm in self.arms.values() if arm.time_of is not None]
-        return list({arm.id: arm for pair in pairs for arm in pair}.values())
+        """The steps whose GPU time is to be measured: all of a study that compares arms of equal time."""
+        if not any(arm.time_of for arm in self.arms.values()):
+            return []
+        return list({arm.step.id: arm.step for arm in self.arms.values()}.values())
 
 
 @dataclass(frozen=True)
@@ -232,6 +241,7 @@ def _study(path: Path, base: Mapping[str, Any]) -> Study:
         content.get("finetune", False),
         frozenset(name for name, entry in written.items() if entry.get("untrained")),
         content.get("published", {}),
+        content.get("loaders", {}),
     )
 
 
@@ -277,7 +287,7 @@ class Rows:
 
     def speed(self, arm: Arm) -> float | None:
         """Images per second of GPU time of the arm's step; None before it is measured."""
-        row = self.rows.get((arm.id, STEP, 0, 0.0))
+        row = self.rows.get((arm.step.id, STEP, 0, 0.0))
         return None if row is None else row["images_per_second"]
 
     def epochs(self, arm: Arm) -> int | None:
@@ -285,7 +295,7 @@ class Rows:
         both are measured."""
         if arm.time_of is None:
             return int(arm.keys["epochs"])
-        own, other = self.speed(arm.tuned), self.speed(arm.time_of)
+        own, other = self.speed(arm), self.speed(arm.time_of)
         if own is None or other is None:
             return None
         return max(1, round(int(arm.time_of.keys["epochs"]) * own / other))
