@@ -83,7 +83,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "finetune": (
         ("dmjd finetune runs/own_photos preset=own_photos", "start from a run, train on its images in class folders"),
-        ("dmjd finetune runs/photos data.root=labelled data.val_percent=10", "train on other images, hold out 10 % for validation"),
+        (
+            "dmjd finetune runs/photos data.root=labelled data.val_percent=10",
+            "train on other images, hold out 10 % for validation",
+        ),
         (
             "dmjd finetune mae.pth preset=mae_vit_base data.root=imagenet engine=ddp",
             "a published recipe, with torchrun",
@@ -95,7 +98,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "dmjd segment mae.pth preset=ade20k_mae_vit_base data.root=ADEChallengeData2016 engine=ddp",
             "a published recipe, with torchrun",
         ),
-        ("dmjd segment runs/photos data.root=own data.reduce_zero_label=false batch_size=4", "own masks, in which 0 is a class"),
+        (
+            "dmjd segment runs/photos data.root=own data.reduce_zero_label=false batch_size=4",
+            "own masks, in which 0 is a class",
+        ),
     ),
     "detect": (
         ("dmjd detect runs/photos data.root=coco attention.window=14", "start from a pre-training run"),
@@ -103,7 +109,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "dmjd detect mae.pth preset=coco_vitdet_base data.root=coco engine=ddp",
             "a published recipe, with torchrun",
         ),
-        ("dmjd detect runs/photos data.root=own data.train=train data.val=val batch_size=4", "own annotations in COCO's JSON format"),
+        (
+            "dmjd detect runs/photos data.root=own data.train=train data.val=val batch_size=4",
+            "own annotations in COCO's JSON format",
+        ),
     ),
     "demo": (
         ("dmjd demo", "train, evaluate and write a report"),
@@ -131,7 +140,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "dmjd miou runs/segment which=best test.flip=true test.scales=[.5,.75,1,1.25,1.5,1.75]",
             "multi-scale testing",
         ),
-        ("dmjd miou runs/segment test.mode=whole data.root=others", "whole images without windows, from another folder"),
+        (
+            "dmjd miou runs/segment test.mode=whole data.root=others",
+            "whole images without windows, from another folder",
+        ),
     ),
     "ap": (
         ("dmjd ap runs/detect", "the newest checkpoint, on the validation images of the run"),
@@ -172,7 +184,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "dmjd predict runs/finetune a.jpg b.jpg probabilities=top5",
             "two images, with the five most probable classes",
         ),
-        ("dmjd predict runs/photos new_photos labelled=labelled.npz", "with kNN on the labelled images of a dmjd embed file"),
+        (
+            "dmjd predict runs/photos new_photos labelled=labelled.npz",
+            "with kNN on the labelled images of a dmjd embed file",
+        ),
     ),
     "show": (
         ("dmjd show runs/photos", "test images of a run, as RUN/pictures/show*.png, which dmjd report includes"),
@@ -192,7 +207,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "convert": (
         ("dmjd convert input=mae.pth output=timm.safetensors to=timm", "MAE's weights for timm"),
         ("dmjd convert input=runs/photos output=mae.pth to=mae", "a run for MAE's code"),
-        ("dmjd convert input=a.pth output=b.pth to=timm grid=[24,24]", "with position embeddings interpolated to 24x24 tokens"),
+        (
+            "dmjd convert input=a.pth output=b.pth to=timm grid=[24,24]",
+            "with position embeddings interpolated to 24x24 tokens",
+        ),
     ),
     "shards": (
         ("dmjd shards build photos shards", "write the images of a folder as tars"),
