@@ -303,7 +303,7 @@ def test_an_error_is_one_line_and_leaves_nothing(
         (["data=folder", "data.root=absent"], ["data.root=absent is not a folder"]),
         (["data=fashion_mnist", "data.root=."], ["data.root"]),
         (["run="], ["run"]),
-        (["run=taken"], ["run=taken is, or lies in, a file"]),
+        (["run=taken"], ["run=taken is a file or is below one"]),
         (["run=taken/run"], ["run=taken/run"]),
     ],
     ids=lambda value: " ".join(value),

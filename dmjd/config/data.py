@@ -83,7 +83,7 @@ class DataConfig:
     root: str | None = may_change(path(between="::"), where="shards")  # checkpoints store which images it holds
     val_percent: float = number(0.0, least=0, below=100)
     val_seed: int = number(0, least=0, below=2**32)
-    endings: str | None = found_at_start(naming(None, "endings such as .jpg .png, or be null"))
+    endings: str | None = found_at_start(naming(None, "file name extensions such as .jpg .png, or be null"))
     skip_undecodable: bool = may_change(False)
     skipped_folders: str | None = found_at_start(None)
     image_size: list[int] = size(224, 224, least=1, most=16_384)

@@ -60,7 +60,7 @@ def run(context: Context[ApConfig]) -> Scores:
     config, frozen = context.config, context.frozen
     trained, data, model = frozen.trained, frozen.data, frozen.objective
     if not isinstance(trained, DetectConfig) or not isinstance(data, DetectDataConfig):
-        raise ConfigError(f"checkpoint={config.checkpoint} is no detection model; train one with dmjd detect")
+        raise ConfigError(f"checkpoint={config.checkpoint} is not a detection model; train one with dmjd detect")
     assert isinstance(model, Detection)
     dataset = context.dataset("test")
     assert isinstance(dataset, Coco)

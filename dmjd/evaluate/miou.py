@@ -73,7 +73,7 @@ def run(context: Context[MiouConfig]) -> Scores:
     config, frozen = context.config, context.frozen
     trained, data, model = frozen.trained, frozen.data, frozen.objective
     if not isinstance(trained, SegmentConfig) or not isinstance(data, SegmentDataConfig) or model is None:
-        raise ConfigError(f"checkpoint={config.checkpoint} is no segmentation model; train one with dmjd segment")
+        raise ConfigError(f"checkpoint={config.checkpoint} is not a segmentation model; train one with dmjd segment")
     given = {key: value for key, value in vars(config.test).items() if value not in (None, "run")}
     test = replace(trained.test, **given)
     check_test(replace(trained, data=data, test=test))

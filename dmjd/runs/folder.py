@@ -82,7 +82,7 @@ class RunFolder(RunPaths):
         """
         standing = standing_place(self.path)
         if not standing.is_dir():
-            raise ConfigError(f"run={self.path} is, or lies in, a file; name a folder")
+            raise ConfigError(f"run={self.path} is a file or is below one; name a folder")
         if not os.access(standing, os.W_OK):
             raise ConfigError(f"run={self.path}: {standing} cannot be written to; name another folder")
         self._check_places()
@@ -110,7 +110,7 @@ class RunFolder(RunPaths):
             if group is not None and key not in typed:
                 by, cure = f" by {groups[group]}", f"leave {groups[group]} out"
             raise ConfigError(
-                f"run={self.path} was started with {key}={old} and now {key}={new} is asked for{by}; "
+                f"run={self.path} was started with {key}={old}, and {key}={new} is set now{by}; "
                 f"{cure}, or name another folder"
             )
         return config

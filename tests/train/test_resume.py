@@ -163,7 +163,7 @@ def test_another_experiment_is_refused_before_anything_is_touched(
 ) -> None:
     run = pretrain(words("run"))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=f"{part} and now {word}"):
+    with pytest.raises(ConfigError, match=f"{part}, and {word}"):
         pretrain(words("run", word))
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(str
     shutil.copytree(straight / "checkpoints", run / "checkpoints")
     before = sorted(run.rglob("*"))
     for word, was in (("backbone.depth=2", "backbone.depth=1"), ("backbone.embed_dim=64", "backbone.embed_dim=32")):
-        with pytest.raises(ConfigError, match=f"was started with {was} and now {word} is asked for") as caught:
+        with pytest.raises(ConfigError, match=f"was started with {was}, and {word} is set now") as caught:
             pretrain(words("run", word))
         assert "\n" not in str(caught.value)
         assert sorted({*run.rglob("*")} - {run / ".lock"}) == before
