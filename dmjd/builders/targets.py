@@ -59,7 +59,9 @@ def check_teacher_engine(config: PretrainConfig, engine: str) -> None:
     name = f"target.name={config.target.name}"
     engines = " or ".join(key for key, spec in ENGINES.items() if spec.teacher)
     if TARGETS[config.target.name].average and not ENGINES[engine].teacher:
-        raise ConfigError(f"{name} needs all EMA weights on every process; set engine={engines}, got engine.name={engine}")
+        raise ConfigError(
+            f"{name} needs all EMA weights on every process; set engine={engines}, got engine.name={engine}"
+        )
 
 
 def _check_teacher(config: PretrainConfig, name: str) -> None:
@@ -70,4 +72,6 @@ def _check_teacher(config: PretrainConfig, name: str) -> None:
         raise ConfigError(f"{name} needs backbone.name={backbones}, got backbone.name={config.backbone.name}")
     check_teacher_engine(config, config.engine.name)
     if config.target.layers > config.backbone.depth:
-        raise ConfigError(f"target.layers={config.target.layers} must be at most backbone.depth={config.backbone.depth}")
+        raise ConfigError(
+            f"target.layers={config.target.layers} must be at most backbone.depth={config.backbone.depth}"
+        )

@@ -22,7 +22,8 @@ PATTERNS = (
      "use a larger engine.grad_accum_steps, engine.activation_checkpointing=full, or more GPUs"),
     (r"oom[-_ ]kill|Out [Oo]f [Mm]emory: Killed|Detected \d+ oom", "the host ran out of memory and killed a process",
      "use fewer workers, or --mem=0 in the job's header for all memory of the node"),
-    (r"[Bb]us error|unable to mmap|No space left on device.*shm|shared memory", "a DataLoader worker ran out of shared memory",
+    (r"[Bb]us error|unable to mmap|No space left on device.*shm|shared memory",
+     "a DataLoader worker ran out of shared memory",
      "use a larger /dev/shm (docker: --ipc=host) or fewer workers; dmjd preflight measures it"),
     (r"No space left on device|Disk quota exceeded", "a disk was full",
      "free space or lower keep_checkpoints; the same command resumes"),
@@ -31,7 +32,8 @@ PATTERNS = (
     (r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (recv|send)", "a collective timed out",
      "see the rank that is behind"),
     (r"Rendezvous(Connection|Timeout|Closed)?Error.*timed out|RendezvousTimeoutError|gai error",
-     "the rendezvous of the nodes timed out", "set DMJD_RENDEZVOUS=static and the right GLOO_SOCKET_IFNAME in the site file"),
+     "the rendezvous of the nodes timed out",
+     "set DMJD_RENDEZVOUS=static and the right GLOO_SOCKET_IFNAME in the site file"),
     (r"connectFullMesh|Connection refused.*127\.0\.0\.1", "gloo connected to the loopback address: a host name "
      "resolves to it", "set GLOO_SOCKET_IFNAME=eth0, or another interface that `ip address` lists, in the site file"),
     (r"Address already in use|EADDRINUSE", "the port of the rendezvous was taken",
@@ -40,7 +42,8 @@ PATTERNS = (
      "see the first error in the log, which is that of the rank that died"),
     (r"NODE_FAIL|Node failure on|DUE TO NODE FAILURE", "a node failed",
      "nothing: Slurm requeues the job; exclude a node that fails again (sbatch --exclude=NODE)"),
-    (r"DUE TO TIME LIMIT", "the time limit was reached before the run had saved", "leave more time to save: --signal=USR1@600"),
+    (r"DUE TO TIME LIMIT", "the time limit was reached before the run had saved",
+     "leave more time to save: --signal=USR1@600"),
 )
 # fmt: on
 """(pattern, cause, advice), causes before their consequences"""

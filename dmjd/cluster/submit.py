@@ -138,7 +138,9 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     if "min_nodes" in options:
         least = _count(options, "min_nodes", None)
         if not trains or least >= nodes:
-            raise ConfigError(f"min_nodes={least} must be below nodes={nodes}, and needs one of the commands {', '.join(PLANS)}")
+            raise ConfigError(
+                f"min_nodes={least} must be below nodes={nodes}, and needs one of the commands {', '.join(PLANS)}"
+            )
         if site.get("DMJD_RENDEZVOUS") == "static":
             raise ConfigError("min_nodes needs DMJD_RENDEZVOUS=c10d; the site file has DMJD_RENDEZVOUS=static")
     if chain > 1 and "array" in options:

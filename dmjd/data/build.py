@@ -53,9 +53,7 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     """
     _check(config)
     if config.name == STREAM:
-        raise ConfigError(
-            "data.name=stream is for training only; evaluate with data=folder or data=shards"
-        )
+        raise ConfigError("data.name=stream is for training only; evaluate with data=folder or data=shards")
     if config.samples is not None:
         raise ConfigError(f"data.samples is for data.name=stream, got data.name={config.name}; leave data.samples out")
     dataset = _build(config, split)
@@ -86,8 +84,8 @@ def resolve_auto(config: DataConfig) -> DataConfig:
         folder = Path(config.root) if config.root is not None else fashion_mnist_folder()
     except DataError as error:
         _log.warning(
-            "data=auto: using scikit-learn's 1797 digits, a test of the installation. They are too easy to compare methods "
-            "(a linear probe of raw pixels reaches 97 %%). %s",
+            "data=auto: using scikit-learn's 1797 digits, a test of the installation. They are too easy to compare "
+            "methods (a linear probe of raw pixels reaches 97 %%). %s",
             error,
         )
         return replace(config, name="digits", pad=0)
@@ -137,7 +135,9 @@ def _check(config: DataConfig) -> None:
         )
     odd = [each for each in (config.endings or "").split() if not re.fullmatch(r"(\.\w+)+", each)]
     if odd:
-        raise ConfigError(f"data.endings must be file name extensions such as .jpg, separated by spaces, got {odd[0]!r}")
+        raise ConfigError(
+            f"data.endings must be file name extensions such as .jpg, separated by spaces, got {odd[0]!r}"
+        )
     if config.root is not None and is_incomplete(config.root):
         root = shown(config.root)
         why = "runs store no secrets"

@@ -385,7 +385,7 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
         if tally.labelled:
             parts.append(f"top-1 {100 * tally.correct / tally.labelled:.2f} % of {tally.labelled} labelled ones")
         if tally.voting:
-            parts.append(f"{tally.voting} of them are among the images that vote, and not counted in an accuracy")
+            parts.append(f"{tally.voting} of them are among the labelled kNN images and not counted in the accuracy")
         yield f"{name}: " * bool(name) + "; ".join(parts)
         if tally.predicted:
             most = tally.predicted.most_common(MOST_CLASSES)

@@ -180,7 +180,7 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if isinstance(averaged, Sequence) and (average or entries is None):
         averaged = _named(path, average_key, averaged, entries)
     if average and averaged is None:
-        raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
+        raise ConfigError(f"weights=ema, but {path} has no EMA weights; use weights=trained")
     if weights == "student" and not distilled:
         raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     if entries is None and averaged is None:

@@ -38,10 +38,10 @@ def check_fit(engine: EngineConfig, device: torch.device, size: int, local_size:
     if engine.cuda_graphs:
         if engine.compile == "none" or device.type != "cuda":
             raise ConfigError(
-                "engine.cuda_graphs=true needs a CUDA device and engine.compile=block or model; set them, or set it to false"
+                "engine.cuda_graphs=true needs engine.compile=block or model, and a CUDA device; leave it out otherwise"
             )
         if spec.buckets and engine.compile == "model":
             # torch cuts the model where buckets end; graphs of such pieces have not been tried.
             raise ConfigError(
-                f"engine.cuda_graphs=true with engine={engine.name} needs engine.compile=block, got engine.compile=model"
+                f"engine.cuda_graphs=true with engine={engine.name} needs engine.compile=block, got model"
             )

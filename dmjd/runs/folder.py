@@ -170,8 +170,10 @@ class RunFolder(RunPaths):
             path = self.path / name
             if what := obstacle(path, folder=name in FOLDERS):
                 # A folder may be a link to a disk that is not mounted.
-                needed = "a folder, or a link to one" if name in FOLDERS else "a file"
-                raise ConfigError(f"{path} is {what}, and the run needs {needed}; move it away, or restore that")
+                needed = "a folder (or a link to one)" if name in FOLDERS else "a file"
+                raise ConfigError(
+                    f"{path} is {what}, and the run needs {needed} there; move it away or restore the former"
+                )
             rights = os.R_OK | (0 if name in REPLACED else os.W_OK) | (os.X_OK if name in FOLDERS else 0)
             if path.exists() and not os.access(path, rights):
                 raise ConfigError(
@@ -200,8 +202,8 @@ class RunFolder(RunPaths):
         named = Path(init).absolute(), Path(init).resolve()
         if not found or (known and known != found) or not any(path.is_relative_to(place) for place in named):
             raise CheckpointError(
-                f"init={init}: this run began from {path}, which is gone, has changed or lies elsewhere; restore it, "
-                f"or remove {self.provenance} to begin from the weights that init names now"
+                f"init={init}: this run started from {path}, which was removed, changed or moved; restore it, or "
+                f"remove {self.provenance} to start from the present weights of init"
             )
         if known:
             weights_at(str(path), "init")  # checks its files against its manifest

@@ -174,7 +174,7 @@ class Journal:
         needed = workers_needed(workers, seconds, waited)
         advice = f"set workers={needed}"
         if needed > processors:
-            advice += f", which needs more than the {processors} CPU(s) of this process; allow more, or use smaller image files"
+            advice += f", but this process may use {processors} CPU(s) only; allow more, or use smaller image files"
         logger.warning(
             "%.0f %% of the time is spent waiting for data, with workers=%d; %s",
             100 * waited / seconds,

@@ -125,7 +125,7 @@ class Requests:
         self._asked.add("signal")
         if first and self._world.is_main:
             logger.warning(
-                "%s: saving a checkpoint and stopping at the next step; a second signal after %.0f s ends the run immediately",
+                "%s: saving and stopping at the next step; a second signal after %.0f s or more ends the run at once",
                 number.name,
                 ECHO_SECONDS,
             )

@@ -72,7 +72,9 @@ def end_detail(run: RunFolder, total_steps: int) -> str:
     if rollbacks:
         parts.append(f"{rollbacks} rollback(s) (guard.jsonl)")
     if any(not isinstance(loss, float) or not math.isfinite(loss) for loss in losses):
-        parts.append("none was applied at the end: the run has diverged; start a new one with a lower optim.base_lr")
+        parts.append(
+            "the last steps were all skipped: the run has diverged; start a new one with a lower optim.base_lr"
+        )
     if replaced:
         parts.append(f"{replaced} bad image(s) were substituted (quarantine.jsonl)")
     return ", ".join(parts)

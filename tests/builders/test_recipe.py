@@ -159,7 +159,11 @@ def test_images_that_are_too_small_are_an_error_with_the_cure(resolve: Resolve) 
     ("paths", "percent", "line"),
     [
         ([f"{kind}/{number}.png" for kind in "ab" for number in range(30)], 10, "data.val_percent=10"),
-        ([f"{kind}/{number}.png" for kind in "ab" for number in range(2)], 0, "no images are held out for evaluation: there are too few"),
+        (
+            [f"{kind}/{number}.png" for kind in "ab" for number in range(2)],
+            0,
+            "no images are held out for evaluation: there are too few",
+        ),
         (["0.png"], 0, "no images are held out for evaluation"),
         ([f"{number}.png" for number in range(30)], 0, "scores need at least two class folders"),
         ([f"a/{number}.png" for number in range(30)], 0, "scores need at least two class folders"),

@@ -249,10 +249,12 @@ def test_init_of_a_run_that_still_trains_is_that_of_the_first_start(
             pretrain(more)
     later.rename(last)  # meanwhile the other run went on
     away = first.rename(tmp_path / first.name)
-    with pytest.raises(CheckpointError, match=rf"init={source}: this run began from {first}, which is gone, .* remove"):
+    with pytest.raises(
+        CheckpointError, match=rf"init={source}: this run started from {first}, which was removed, .* remove"
+    ):
         pretrain(more)
     shutil.copytree(last, first)
-    with pytest.raises(CheckpointError, match="has changed"):
+    with pytest.raises(CheckpointError, match="removed, changed or moved"):
         pretrain(more)
     shutil.rmtree(first)
     away.rename(first)
