@@ -182,7 +182,7 @@ def named_queries(names: Sequence[str], asked: Iterable[str]) -> list[int]:
         matching = [text] if text in rows else ends
         if not matching:
             near = difflib.get_close_matches(text, list(rows), n=1, cutoff=0.0)
-            raise ConfigError(f"query={printable(text)} is no image of the file; the closest name is {near[0]}")
+            raise ConfigError(f"query={printable(text)} is not an image of the file; the closest name is {near[0]}")
         if len(matching) > 1:
             some = ", ".join(matching[:3])
             raise ConfigError(f"query={printable(text)} is the end of {len(matching)} names ({some}); give more of it")

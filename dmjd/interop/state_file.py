@@ -209,7 +209,7 @@ def _parts(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in sorted(set(listed.values())):
         if not (path.parent / name).is_file():
-            raise ValueError(f"its part {name!r} is no file beside it; download the whole folder")
+            raise ValueError(f"its part {name!r} is not a file beside it; download the whole folder")
         content = _content(path.parent / name)
         found |= {key: value for key, value in content.items() if listed.get(key) == name}
     if absent := listed.keys() - found.keys():

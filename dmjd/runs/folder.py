@@ -313,7 +313,7 @@ class RunFolder(RunPaths):
         try:
             record: dict[str, Any] = parse_json(read_file(self.provenance))
             if not isinstance(record["launches"], list):
-                raise ValueError("launches is no list")
+                raise ValueError("launches is not a list")
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%s) and is replaced", self.provenance, error)
             return {}
