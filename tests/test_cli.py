@@ -102,7 +102,7 @@ def test_help_of_report_explains_the_papers_columns(dmjd: Command) -> None:
     assert all(
         re.search(rf"^  {re.escape(title)} +\S", out, re.MULTILINE) for title in ("ETE", "Gh.", "Ft.", "LP", "kNN")
     )
-    assert "differ in the seed only: mean ± standard deviation" in out
+    assert "differ only in the seed are one row: mean ± standard deviation" in out
 
 
 def test_a_former_key_is_reported_once_and_by_rank_0_alone(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_an_error_is_one_line_and_leaves_nothing(
         (["data=folder", "data.root=absent"], ["data.root=absent is not a folder"]),
         (["data=fashion_mnist", "data.root=."], ["data.root"]),
         (["run="], ["run"]),
-        (["run=taken"], ["run=taken is, or lies in, a file"]),
+        (["run=taken"], ["run=taken is a file or is below one"]),
         (["run=taken/run"], ["run=taken/run"]),
     ],
     ids=lambda value: " ".join(value),

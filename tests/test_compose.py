@@ -180,8 +180,8 @@ BAD_OVERRIDES = {
     "run=???": ["run is required"],
     # not an override
     "epochs": ["cannot parse 'epochs'", "write epochs=VALUE"],
-    "run=": ["run must name a folder, got nothing"],
-    "data.root=": ["data.root must be a path, got nothing"],
+    "run=": ["run must name a folder, got an empty value"],
+    "data.root=": ["data.root must be a path, got an empty value"],
     "run=~nobody-here/a": ["run=~nobody-here/a", "no user nobody-here", "./~nobody-here/a"],
     "seed=~3": ["seed", "~3"],
     "": ["key=value"],

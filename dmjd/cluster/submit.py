@@ -34,11 +34,11 @@ from dmjd.source import START, snapshot
 OPTIONS = {
     "site": "site file: a name in launchers/slurm/sites, or a path",
     "nodes": "number of nodes",
-    "min_nodes": "continue a launch that loses nodes on those left, if at least so many are; default: requeue the job",
-    "gpus": "GPUs on each node; default: those of the site",
+    "min_nodes": "elastic launch: if nodes fail, continue on at least this many nodes; default: requeue the job",
+    "gpus": "GPUs per node; default: the site file's",
     "time": "time limit of one launch in Slurm's format, such as 24:00:00",
-    "array": "indices of a job array, such as 0-2; %a in an argument is replaced by the index",
-    "chain": "number of jobs, each of which starts after the one before; for sites without requeueing",
+    "array": "indices of a job array, such as 0-2; %a in arguments is replaced by the index",
+    "chain": "number of jobs to run one after another, for sites that do not requeue jobs",
     "name": "name of the job; default: dmjd-RUN",
     "account": "sbatch --account",
     "partition": "sbatch --partition",
@@ -138,7 +138,9 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     if "min_nodes" in options:
         least = _count(options, "min_nodes", None)
         if not trains or least >= nodes:
-            raise ConfigError(f"min_nodes={least} must be below nodes={nodes}, for {', '.join(PLANS)} alone")
+            raise ConfigError(
+                f"min_nodes={least} must be below nodes={nodes}, and needs one of the commands {', '.join(PLANS)}"
+            )
         if site.get("DMJD_RENDEZVOUS") == "static":
             raise ConfigError("min_nodes needs DMJD_RENDEZVOUS=c10d; the site file has DMJD_RENDEZVOUS=static")
     if chain > 1 and "array" in options:

@@ -166,7 +166,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
                 reason = suggestion(str(single).lower(), known) if why is None else f", which {why}"
                 raise ConfigError(f"{key} must be one of {', '.join(sorted(known))}, got {single!r}{reason}")
         if "names" in item.metadata and value is not None and not value.strip():
-            raise ConfigError(f"{key} must name {item.metadata['names']}, got nothing")
+            raise ConfigError(f"{key} must name {item.metadata['names']}, got an empty value")
         if "path" in item.metadata and value is not None:
             for single in value if isinstance(value, list) else [value]:
                 _check_path(key, single)
@@ -180,7 +180,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
 def _check_path(key: str, path: str) -> None:
     if path == "":
-        raise ConfigError(f"{key} must be a path, got nothing; is a variable of the shell empty?")
+        raise ConfigError(f"{key} must be a path, got an empty value; check that the shell variable in it is set")
     if path.startswith("~"):
         raise ConfigError(
             f"{key}={path}: there is no user {path[1:].partition('/')[0]}; ./{path} is a path of that name"

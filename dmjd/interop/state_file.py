@@ -180,7 +180,7 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if isinstance(averaged, Sequence) and (average or entries is None):
         averaged = _named(path, average_key, averaged, entries)
     if average and averaged is None:
-        raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
+        raise ConfigError(f"weights=ema, but {path} has no EMA weights; use weights=trained")
     if weights == "student" and not distilled:
         raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     if entries is None and averaged is None:
@@ -209,7 +209,7 @@ def _parts(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in sorted(set(listed.values())):
         if not (path.parent / name).is_file():
-            raise ValueError(f"its part {name!r} is no file beside it; download the whole folder")
+            raise ValueError(f"its part {name!r} is not a file beside it; download the whole folder")
         content = _content(path.parent / name)
         found |= {key: value for key, value in content.items() if listed.get(key) == name}
     if absent := listed.keys() - found.keys():

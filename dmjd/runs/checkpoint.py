@@ -188,7 +188,7 @@ def _manifest(folder: Path) -> _Manifest:
         # At most one folder deep and in one spelling, so that the file checked is the file read.
         plain = name.isprintable() and str(PurePosixPath(name)) == name and name.count("/") <= 1
         if not plain or {"", ".", ".."} & set(name.split("/")):
-            raise CheckpointError(f"{MANIFEST} lists {name[:80]!r}, which is no name of a file in a checkpoint")
+            raise CheckpointError(f"{MANIFEST} lists {name[:80]!r}, which is not a name of a file in a checkpoint")
         if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
             raise CheckpointError(f"{MANIFEST} has no size and SHA-256 of {name}")
     return _Manifest(step, entries)
@@ -324,7 +324,7 @@ def read_buffers(path: Path, *, average: bool = False) -> dict[str, torch.Tensor
     part = read_loop_state(path).get("buffers", {})
     found = part.get("averages" if average else "buffers", {}) if isinstance(part, dict) else None
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise CheckpointError(f"{path / LOOP_STATE} cannot be read: its buffers are no tensors by name")
+        raise CheckpointError(f"{path / LOOP_STATE} cannot be read: its buffers are not named tensors")
     return found
 
 

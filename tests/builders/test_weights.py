@@ -276,7 +276,7 @@ def test_initial_weights_are_the_average_or_the_student_on_demand(tmp_path: Path
         for name, value in objective.model.encoder.state_dict().items():
             assert torch.equal(value, expected[name]), (path, weights, name)
     checkpoint = next((finished_run / "checkpoints").glob("step-*"))
-    for weights, fault in (("ema", "has no average"), ("student", "has no student beside a teacher")):
+    for weights, fault in (("ema", "has no EMA weights"), ("student", "has no student beside a teacher")):
         with pytest.raises(ConfigError, match=f"weights={weights}, but .* {fault}"):
             load_weights(objective, checkpoint, weights)
 
@@ -418,7 +418,7 @@ def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
         (["experiment=mae"], ["experiment has no option 'mae'", "mae_vit_base"]),
         (["experiment=mae_vit_base", "backbone.dept=2"], ["backbone.dept is not a key", "depth"]),
         ([*described("mae"), "weights=untrained"], ["weights=untrained", "theirs.pth is a file"]),
-        ([*described("mae"), "weights=ema"], ["weights=ema", "theirs.pth has no average"]),
+        ([*described("mae"), "weights=ema"], ["weights=ema", "theirs.pth has no EMA weights"]),
         ([*described("mae"), "backbone.class_token=false", "pooling=cls"], ["unexpected encoder.cls_token"]),
         (["experiment=mae_vit_base", "backbone.num_heads=5"], ["backbone.embed_dim=768", "num_heads=5"]),
     ],
@@ -433,7 +433,9 @@ def test_words_that_do_not_fit_a_file_are_refused(words: list[str], parts: list[
 
 
 def test_a_run_knows_its_model_itself(finished_run: Path) -> None:
-    with pytest.raises(ConfigError, match=r"experiment and backbone describe files, and .* its own config.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"experiment and backbone describe files, and .* its own config.yaml; leave them out"
+    ):
         encoder_of(finished_run, "experiment=mae_vit_base")
 
 
@@ -550,7 +552,7 @@ def test_a_consolidated_file_is_read_too(tmp_path: Path, finished_run: Path, tin
     expected = load_encoder(compose("knn", [f"checkpoint={finished_run}", "device=cpu"])).encoder.state_dict()
     found = encoder_of(file, *sizes, "data=digits").encoder.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    with pytest.raises(ConfigError, match="has no average"):
+    with pytest.raises(ConfigError, match="has no EMA weights"):
         encoder_of(file, *sizes, "data=digits", "weights=ema")
     with pytest.raises(CheckpointError, match="another encoder"):
         encoder_of(file, *sizes, "data=digits", "backbone.depth=2")

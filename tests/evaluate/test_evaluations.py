@@ -388,7 +388,7 @@ def test_a_run_that_moved_into_another_data_set_leaves_its_folder_behind(
     )
     shutil.rmtree(moved / "val")
     with pytest.raises(
-        DataError, match=r"no test split; .*trained on all images has seen those that data\.val_percent=10"
+        DataError, match=r"no test split; .*trained on all images of this folder; .*data\.val_percent=10"
     ):
         evaluate("knn", trained, f"data.root={moved}")
 

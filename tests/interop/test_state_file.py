@@ -155,7 +155,7 @@ def test_an_average_alone_is_read_and_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"ema\.shadow_params is a list of 1 tensors whose shapes are not"):
         read_state(path, "ema")
     torch.save({"model": STATE}, path)
-    with pytest.raises(ConfigError, match=r"weights=ema, but .* has no average"):
+    with pytest.raises(ConfigError, match=r"weights=ema, but .* has no EMA weights"):
         read_state(path, "ema")
 
 

@@ -93,7 +93,7 @@ def test_the_first_start_and_the_end_say_what_was_done(photos: Path, tmp_path: P
         "epochs=10",
         "images      48 in 2 classes; crops of 16x16 pixels",
         "steps       1 per epoch, 10 in 10 epochs\n",
-        "75 % masked in each (mask.mask_ratio=0.6 is rounded to 3 of 4 masked units)",
+        "75 % masked in each view (mask.mask_ratio=0.6 is rounded to 3 of 4 masked units)",
     ):
         assert part in err, part
     assert "embed_dim" not in err, "a typed key is no rule's"
