@@ -127,7 +127,7 @@ class Encoder:
         device: device of the network.
         size: (height, width) in pixels of the images that it reads.
         crop_pct: part of the shorter side of an image that the central crop of ``size`` spans.
-        channels: 1 (grey) or 3 (RGB), to which images are converted.
+        channels: 1 (grey) or 3 (RGB), to which images are converted. With another number only ``module`` is of use.
         mean, std: normalisation, per channel, of images scaled to [0, 1].
         dim: D, the length of a feature vector.
     """
@@ -194,6 +194,11 @@ class Encoder:
         self, images: Images, batch_size: int, size: int | Sequence[int] | None
     ) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """The tokens ``[B, prefix + N, D]`` of each batch with their grid."""
+        if self.channels not in (1, 3):
+            raise ConfigError(
+                f"{self.path} reads images of {self.channels} channels, and images here have 1 or 3; call .module with "
+                f"normalised images [B, {self.channels}, H, W]"
+            )
         if not _is_count(batch_size):
             raise ConfigError(f"batch_size={batch_size!r} must be an int of at least 1")
         sides: Any = self.size if size is None else (size, size) if isinstance(size, numbers.Integral) else size
@@ -302,6 +307,8 @@ def _open_picture(image: Image.Image, name: str, channels: int) -> OpenImage:
     with decode_errors(name):
         if image.mode in ("I", "F"):
             raise ValueError("its pixels have 32 bits; convert it to 8 bits")
+        if 0 in image.size:
+            raise ValueError(f"it has {image.width}x{image.height} pixels")
         pixels = np.array(to_mode(image, "L" if channels == 1 else "RGB"))
     return InMemory(pixels.reshape(image.height, image.width, channels))
 

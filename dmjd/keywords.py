@@ -49,6 +49,8 @@ def _text(key: str, value: Any) -> str:
         return repr(float(value))
     if isinstance(value, (str, os.PathLike)):
         text = str(os.fspath(value))
+        if "\0" in text:
+            raise ConfigError(f"{key}={text!r} holds a null character, which no name has; remove it")
         return text if _PLAIN.fullmatch(text) else QuotedString(text, Quote.double).with_quotes()
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return f"[{','.join(_text(key, each) for each in value)}]"

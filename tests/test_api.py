@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from matplotlib import pyplot
 from PIL import Image
@@ -389,6 +390,7 @@ def damaged(folder: Path) -> Path:
         ([np.zeros((4, 4), np.uint8), None], "images[1] is of type NoneType; an image is a path"),
         (b"bytes", "images is of type bytes"),
         (Image.new("F", (4, 4)), "images cannot be read as an image (its pixels have 32 bits"),
+        (Image.new("RGB", (0, 5)), "images cannot be read as an image (it has 0x5 pixels)"),
         ([], "images is empty"),
     ],
 )
@@ -413,6 +415,22 @@ def test_wrong_arguments_are_one_line(encoder: dmjd.Encoder, paths: list[Path], 
     for count in [*wrong[2:], 0, 1.5]:
         with pytest.raises(ConfigError, match=r"^batch_size=.* must be an int of at least 1$"):
             encoder.embed(paths, batch_size=count)
+
+
+@pytest.mark.parametrize("name", ["a\0b.pth", f"{'a' * 5000}.pth"])
+def test_a_name_that_no_file_can_have_is_one_line(name: str) -> None:
+    with pytest.raises(UserError, match=r"^checkpoint=.* (holds a null character|is not there)"):
+        dmjd.load_encoder(name)
+
+
+def test_an_encoder_of_other_channels_takes_tensors_alone(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, in_chans=4, num_classes=0)
+    torch.save(model.state_dict(), tmp_path / "four.pth")
+    encoder = dmjd.load_encoder(tmp_path / "four.pth", device="cpu")
+    images = torch.randn(2, 4, 32, 32)
+    torch.testing.assert_close(encoder.module(images), model.eval().forward_features(images).detach())
+    with pytest.raises(ConfigError, match=r"four\.pth reads images of 4 channels, and images here have 1 or 3; call "):
+        encoder.embed(np.zeros((32, 32, 4), np.uint8))
 
 
 def test_loading_leaves_torch_as_it_was(run: dmjd.Run, paths: list[Path], encoder: dmjd.Encoder) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from dmjd.config import BackboneConfig, DataConfig
 from dmjd.errors import CheckpointError
 from dmjd.files import read_file
+from dmjd.interop.file_content import is_safetensors
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, SHARED_TABLE
-from dmjd.interop.state_file import MODEL_CONFIG, is_of_hugging_face, is_safetensors
+from dmjd.interop.state_file import MODEL_CONFIG, is_of_hugging_face
 from dmjd.interop.tables import is_fixed
 from dmjd.interop.tensors import Grid, bias_rows, depth_of, grid_of_bias_table, grids_of
 from dmjd.safe_load import parse_json
@@ -195,6 +196,8 @@ def _vit(weights: Mapping[str, Tensor], noted: Noted, grid: Grid | None, has_qv_
     _check_blocks(weights, "encoder.blocks", width)
     if table is not None and table.ndim != 2:
         raise CheckpointError(f"its relative biases are of shape {list(table.shape)}, not [rows, heads]")
+    if grid is not None:
+        _check_grid(grid, patch, rows, table)
     if table is not None:
         grid = grid or _noted_grid(noted, patch, lambda size: table.shape[0] == bias_rows(size))
         grid = grid or grid_of_bias_table(table)
@@ -227,6 +230,18 @@ def _vit(weights: Mapping[str, Tensor], noted: Noted, grid: Grid | None, has_qv_
         backbone["layer_scale"] = _LAYER_SCALE
     size = None if grid is None else (grid[0] * patch, grid[1] * patch)
     return Described(backbone, channels, size, noted)
+
+
+def _check_grid(grid: Grid, patch: int, rows: Tensor | None, table: Tensor | None) -> None:
+    """Raise CheckpointError for a grid that the tables do not have, or without them for one of huge images."""
+    fits = [max(grid) * patch <= _MOST_PIXELS] if rows is None and table is None else []
+    fits += [] if rows is None or rows.ndim != 3 else [rows.shape[1] - math.prod(grid) in (0, 1)]
+    fits += [] if table is None else [table.shape[0] == bias_rows(grid)]
+    if not all(fits):
+        raise CheckpointError(
+            f"its header states a token grid of {grid[0]}x{grid[1]}, which its positions do not have; remove it from "
+            "the header"
+        )
 
 
 def _noted_grid(noted: Noted, patch: int, fits: Callable[[Grid], bool]) -> Grid | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dmjd.errors import ConfigError
 from dmjd.files import drafted
-from dmjd.interop.state_file import SAFETENSORS
+from dmjd.interop.file_content import SAFETENSORS
 from dmjd.safe_load import WEIGHT_INDEX
 
 _TYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}

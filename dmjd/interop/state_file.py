@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -12,16 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from dmjd.errors import CheckpointError, ConfigError
-from dmjd.files import read_file, replace_file
+from dmjd.files import replace_file
+from dmjd.interop.file_content import SAFETENSORS, is_safetensors, read_content
 from dmjd.interop.names import LEAVES, summary
-from dmjd.safe_load import WEIGHT_INDEX, load_torch, one_line, parse_json, parse_weight_index
+from dmjd.safe_load import parse_json
 
-SAFETENSORS = ".safetensors"
 OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
 """Names of weights in a folder of Hugging Face, whole or with the index of their parts (``.index.json``)."""
 MODEL_CONFIG = "config.json"
@@ -46,7 +45,7 @@ AVERAGES = (
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types of weights. Narrower types are quantised and need a scale that is stored elsewhere."""
 
-_AVERAGE_KEY = re.compile(r"(^|[_.])(ema|teacher|swa|avg|averaged?|momentum|shadow|polyak)([_.]|$)")
+_AVERAGE_KEY = re.compile(r"(^|[_.])(ema|teacher|swa|avg|averaged?|momentum|shadow|polyak)\d*([_.]|$)")
 _TRAINED_KEY = re.compile(r"student|online|model_state|state_dict")
 """Other keys of the two, such as ``teacher_state_dict``."""
 
@@ -74,39 +73,10 @@ _ENCODER = re.compile(r"([^.]+)\.(?:.*\.)?patch_embed")
 _COUNTERS = re.compile(r"(^|\.)(n_averaged|num_averaged|num_updates|initted|steps?|iter|epoch|decay)$")
 """Names of counters that averages keep beside the weights."""
 
-_MOST_HEADER = 100_000_000
-"""Bytes of a header that the safetensors library reads."""
-
-_ZIP, _PICKLE = b"PK", b"\x80\x02"
-"""First bytes of torch's files, since version 1.6 and before."""
-
-
-class _Discarded(dict[str, Any]):
-    """Attributes of a stand-in object, which are discarded: pickle sets them from a dict or a tuple of any length."""
-
-    def update(self, *state: Any, **attributes: Any) -> None:
-        pass
-
-
-def _inert(name: str) -> type:
-    """A new class in place of the class ``name``: torch needs a distinct one for each."""
-    return type("Inert", (_Inert,), {})
-
-
-class _Inert:
-    """Stand-in for any class in a file: training files hold argparse or yacs options, numpy scalars and the like.
-
-    Construction gives an empty OrderedDict, the one type that torch fills like a dict and like an object.
-    """
-
-    def __new__(cls, *arguments: Any) -> Any:
-        stand_in: OrderedDict[Any, Any] = OrderedDict()
-        stand_in.__dict__ = _Discarded()
-        return stand_in
-
 
 class State(NamedTuple):
-    """The tensors of a file by name. kind: "trained" or "ema". other: the key of the file's other kind; empty for none.
+    """The tensors of a file by name. kind: "trained" or "ema". other: the key of the file's other kind, or several of
+    averages; empty for none.
 
     key: the key in the file that holds them; empty for a bare state.
     """
@@ -123,6 +93,8 @@ class State(NamedTuple):
             return f" ({self.key}, which its authors evaluate; weights=student reads {self.other})"
         if self.kind == "ema":
             return f" (the average {self.key})"
+        if ", " in self.other:
+            return f" (the trained weights, not its averages {self.other})"
         return f" (the trained weights; weights=ema reads its average {self.other})" if self.other else ""
 
 
@@ -142,17 +114,11 @@ def read_state(path: Path, weights: str = "trained") -> State:
             teacher, which the authors of such methods evaluate.
 
     Raises:
-        CheckpointError: if the file cannot be read or holds no state, or an entry with a weight's name is not a weight.
+        CheckpointError: if the file cannot be read or holds no state, or an entry with a weight's name is not a weight,
+            or there are several averages to read.
         ConfigError: if the file does not have ``weights``.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not there")
-    try:
-        file = _parts(path) if path.name.endswith(WEIGHT_INDEX) else _content(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        fault = one_line(error)
-        cure = next((cure for end, cure in _CURES.items() if end in fault), "")
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {fault}{cure}") from error
+    file = read_content(path)
     if not isinstance(file, Mapping):
         raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name; save a state_dict()")
     if "averaging_state" in file and "current_model_state" in file:  # of Lightning's WeightAveraging
@@ -160,7 +126,10 @@ def read_state(path: Path, weights: str = "trained") -> State:
     keys = [key for key in file if isinstance(key, str)]
     averages = [key for key in keys if _AVERAGE_KEY.search(key)]
     others = [key for key in keys if _TRAINED_KEY.search(key) and key not in averages]
+    models = [each for each in others if _has_encoder(file[each])]
     (key, entries), (average_key, averaged) = _held(file, [*CONTAINERS, *others]), _held(file, [*AVERAGES, *averages])
+    if key in models[:1] and len(models) > 1:
+        raise CheckpointError(f"{path} holds several models: {summary(models)}; save one of them to a file")
     if entries is None and (any(_is_weight(name) for name in _tensors(file)) or (averaged is None and _tensors(file))):
         key, entries = "", file
     if averaged is None and isinstance(callbacks := file.get(_CALLBACKS), Mapping):
@@ -181,6 +150,9 @@ def read_state(path: Path, weights: str = "trained") -> State:
         averaged = _named(path, average_key, averaged, entries)
     if average and averaged is None:
         raise ConfigError(f"weights=ema, but {path} has no EMA weights; use weights=trained")
+    several = ", ".join(_averages(file))
+    if weights == "ema" and ", " in several:
+        raise CheckpointError(f"{path} holds several averages: {several}; save one of them to a file")
     if weights == "student" and not distilled:
         raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     if entries is None and averaged is None:
@@ -195,77 +167,13 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if averaged is not None and (average or entries is None):
         return State(_clean(path, averaged), "ema", average_key, key)
     assert entries is not None
-    return State(_clean(path, entries), "trained", key, average_key)
-
-
-def _content(path: Path) -> Any:
-    _check_start(path)
-    return load_file(path) if is_safetensors(path) else load_torch(path, None, _inert)
-
-
-def _parts(path: Path) -> dict[str, Tensor]:
-    """The tensors of all files that the index ``path`` of Hugging Face lists, which lie beside it."""
-    listed = parse_weight_index(read_file(path))
-    found: dict[str, Tensor] = {}
-    for name in sorted(set(listed.values())):
-        if not (path.parent / name).is_file():
-            raise ValueError(f"its part {name!r} is not a file beside it; download the whole folder")
-        content = _content(path.parent / name)
-        found |= {key: value for key, value in content.items() if listed.get(key) == name}
-    if absent := listed.keys() - found.keys():
-        raise ValueError(f"its parts lack {summary(absent)}; download the whole folder again")
-    return found
-
-
-_CURES = {
-    "it is cut off": "; download or copy it again",
-    "it is damaged": "; download or copy it again",
-    "torch.save did not write it": "; name a .safetensors file or one of torch.save",
-    "header": "; it is cut off or no .safetensors file: download or copy it again",
-    "incomplete": "; it is cut off: download or copy it again",
-}
-"""Parts of the messages of readers -> what to do."""
-_STARTS = {
-    b"version https://git-lfs.github.com/spec/": "it is a Git LFS pointer; fetch the weights with git lfs pull",
-    b"\x1f\x8b": "it is compressed with gzip; unpack it",
-    b"BZh": "it is compressed with bzip2; unpack it",
-    b"\xfd7zXZ": "it is compressed with xz; unpack it",
-    b"(\xb5/\xfd": "it is compressed with zstd; unpack it",
-    b"7z\xbc\xaf": "it is a 7z archive; unpack it",
-    b"Rar!": "it is a RAR archive; unpack it",
-    b"\x89HDF": "it is an HDF5 file of Keras; convert it with its own code to .safetensors",
-    b"GGUF": "it is a GGUF file; convert it with its own code to .safetensors",
-    b"\x93NUMPY": "it is an array of numpy; save named tensors as .safetensors",
-}
-"""First bytes of other files -> the fault and its cure."""
-_TAR = 257
-"""Offset of a tar's magic number."""
-
-
-def _check_start(path: Path) -> None:
-    """Raise ValueError if the first bytes are those of a file that holds no tensors."""
-    with path.open("rb") as file:
-        start = file.read(512)
-    if not start:
-        raise ValueError("it is empty; download or copy it again")
-    if _has_header(start):
-        return
-    for magic, fault in _STARTS.items():
-        if start.startswith(magic):
-            raise ValueError(fault)
-    if start[_TAR : _TAR + 5] == b"ustar":
-        raise ValueError("it is a tar archive; unpack it")
-    text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head", b"<script")):
-        raise ValueError("it is a web page, as of a failed download; download the file itself")
-    if text.startswith((b"{", b"[")):
-        raise ValueError("it is JSON text, as of a failed download or a configuration; name the file of weights")
+    return State(_clean(path, entries), "trained", key, several if ", " in several and not distilled else average_key)
 
 
 def _held(file: Mapping[Any, Any], keys: Sequence[str], deeper: bool = True) -> tuple[str, Any]:
     """The first of ``keys`` that holds tensors by name or in a list, also one container deeper, and what it holds;
-    ("", None) if none does."""
-    for key in keys:
+    ("", None) if none does. Those that hold an encoder come first."""
+    for key in sorted(keys, key=lambda key: not _has_encoder(file.get(key))):
         part = file.get(key)
         if isinstance(part, Mapping) and _weights(part):
             return key, part
@@ -276,6 +184,24 @@ def _held(file: Mapping[Any, Any], keys: Sequence[str], deeper: bool = True) -> 
         if isinstance(part, list) and part and all(isinstance(value, Tensor) for value in part):
             return key, part
     return "", None
+
+
+def _has_encoder(part: Any) -> bool:
+    return isinstance(part, Mapping) and any("patch_embed" in str(name) for name in part)
+
+
+def _averages(file: Mapping[Any, Any]) -> list[str]:
+    """Keys and prefixes of all averages that hold an encoder."""
+    found = list[str]()
+    for key, part in _states({"": file}, depth=_MOST_OUTER + 1):
+        encoders = dict.fromkeys(match[1] for name in _without_wrappers(part) if (match := _ENCODER.match(name)))
+        inside = [f"{key}.{first}" for first in encoders if _is_average(first)]
+        found += inside or [key] * (_is_average(key) and _has_encoder(part))
+    return [key.strip(".") for key in found]
+
+
+def _is_average(key: str) -> bool:
+    return bool(_AVERAGE_KEY.search(key)) or not {*AVERAGES}.isdisjoint(key.split("."))
 
 
 def _deeper(path: Path, file: Mapping[Any, Any]) -> tuple[tuple[str, Any], tuple[str, Any]]:
@@ -315,6 +241,10 @@ def _split(key: str, entries: Mapping[Any, Any]) -> tuple[tuple[str, Any], tuple
     named = dict(zip(_without_wrappers(entries), entries.values(), strict=True))
     parts = {part: {name: value for name, value in named.items() if name.startswith(f"{part}.")} for part in first}
     trained = next((part for part in CONTAINERS if part in first), None)
+    if trained is None and (
+        trained := next(filter(_TRAINED_KEY.search, sorted(encoders - {average})), None)
+    ):  # of lightly
+        parts[trained] = _below(parts[trained], trained)
     rest = {name: value for name, value in named.items() if name not in parts[average]}
     inside = f"{key}.{average}" if key else average
     if trained is not None:
@@ -400,21 +330,9 @@ def _listing(entries: Mapping[Any, Any], depth: int = 4) -> Iterator[str]:
             yield str(name)
 
 
-def is_safetensors(path: Path) -> bool:
-    """Whether the file is .safetensors, by its first bytes, else by its suffix; not an index of several."""
-    with path.open("rb") as file:
-        start = file.read(9)
-    return _has_header(start) or (path.suffix == SAFETENSORS and start[:2] not in (_ZIP, _PICKLE))
-
-
 def is_of_hugging_face(path: Path) -> bool:
     """Whether the file is that of the weights, or their index, in a folder of Hugging Face."""
     return path.name.startswith(OF_HUGGING_FACE) and (path.parent / MODEL_CONFIG).is_file()
-
-
-def _has_header(start: bytes) -> bool:
-    """Whether a file that begins with ``start`` has the header of .safetensors: a size and a JSON object."""
-    return start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= _MOST_HEADER
 
 
 def _is_weight(name: str) -> bool:

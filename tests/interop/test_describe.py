@@ -136,6 +136,16 @@ def test_shapes_of_other_models_are_an_error() -> None:
         describe(read("simmim_swin"))
 
 
+@pytest.mark.parametrize("kind", ["mae", "beit", "fixed positions"])
+def test_a_header_with_another_grid_is_an_error_before_a_model_is_built(kind: str) -> None:
+    weights = read("beit" if kind == "beit" else "mae")
+    if kind == "fixed positions":
+        del weights["encoder.pos_embed"]
+    assert describe(weights, grid=(states.GRID, states.GRID)).image_size == (states.GRID * states.PATCH,) * 2
+    with pytest.raises(CheckpointError, match=r"^its header states a token grid of 999999x9, which"):
+        describe(weights, grid=(999_999, 9))
+
+
 def test_what_differs_is_said_in_arguments() -> None:
     one, other = describe(read("mae")), describe(read("beit"))
     assert one.differing(other).text == ("backbone.masked_tokens=drop backbone.positions=learned backbone.block=plain")

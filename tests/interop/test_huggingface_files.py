@@ -108,6 +108,10 @@ def test_a_sharded_folder_is_the_same_and_a_missing_part_is_named(tmp_path: Path
         index.write_text(content)
         with pytest.raises(CheckpointError, match=fault):
             read(tmp_path / "parts")
+    torch.save([torch.ones(2)], tmp_path / "parts" / "list.bin")
+    index.write_text('{"weight_map": {"a": "list.bin"}}')
+    with pytest.raises(CheckpointError, match=r"its part 'list\.bin' holds a list, not weights by name$"):
+        read(tmp_path / "parts")
 
 
 def test_another_activation_is_rejected_and_values_of_other_types_are_not_used(tmp_path: Path) -> None:

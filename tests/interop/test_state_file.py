@@ -144,6 +144,46 @@ def test_of_a_student_and_its_teacher_the_teacher_is_read_and_the_student_on_dem
         read_state(path, "student")
 
 
+ENCODER = {"patch_embed.proj.weight": torch.ones(2, 1, 1, 1)}
+SEVERAL: dict[str, tuple[dict[str, Any], str]] = {
+    "keys": ({"model": ENCODER, "model_ema": ENCODER, "model_ema2": ENCODER}, "model_ema, model_ema2"),
+    "decays": ({"model": ENCODER, "ema_0.9999": ENCODER, "ema_0.99": ENCODER}, "ema_0.9999, ema_0.99"),
+    "prefixes": (
+        {"state_dict": under("net.", ENCODER) | under("net_ema.", ENCODER) | under("net_ema2.", ENCODER)},
+        "state_dict.net_ema, state_dict.net_ema2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_of_several_averages_none_is_chosen(tmp_path: Path, case: str) -> None:
+    path, (content, keys) = tmp_path / "checkpoint.pth", SEVERAL[case]
+    torch.save(content, path)
+    assert read_state(path).note == f" (the trained weights, not its averages {keys})"
+    with pytest.raises(CheckpointError) as caught:
+        read_state(path, "ema")
+    assert str(caught.value) == f"{path} holds several averages: {keys}; save one of them to a file"
+
+
+def test_a_student_and_a_teacher_may_be_prefixes_of_an_encoder(tmp_path: Path) -> None:
+    """As in lightly's examples of DINO and iBOT."""
+    path = tmp_path / "checkpoint.pth"
+    student, teacher = ENCODER, {name: value + 1 for name, value in ENCODER.items()}
+    heads = under("student_head.", STATE) | under("teacher_head.", STATE)
+    torch.save({"state_dict": under("student_backbone.", student) | under("teacher_backbone.", teacher) | heads}, path)
+    same_bits(read_state(path).tensors, teacher)
+    same_bits(read_state(path, "student").tensors, student)
+
+
+def test_the_container_is_the_one_with_the_encoder(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save({"model": {"head.weight": torch.ones(2, 2)}, "state_dict": under("module.", ENCODER)}, path)
+    same_bits(read_state(path).tensors, ENCODER)
+    torch.save({"best_state_dict": ENCODER, "last_state_dict": ENCODER, "head_state_dict": STATE}, path)
+    with pytest.raises(CheckpointError, match=r"several models: best_state_dict, last_state_dict; save one of them"):
+        read_state(path)
+
+
 def test_an_average_alone_is_read_and_named(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save({"teacher": STATE}, path)
