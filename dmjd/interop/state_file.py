@@ -146,7 +146,7 @@ def read_state(path: Path, weights: str = "trained") -> State:
         ConfigError: if the file does not have ``weights``.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} is not there")
+        raise CheckpointError(f"{path} does not exist")
     try:
         file = _parts(path) if path.name.endswith(WEIGHT_INDEX) else _content(path)
     except (OSError, ValueError, SafetensorError) as error:
