@@ -490,9 +490,9 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
     if command in SCHEMAS:
         lines += ["", *page(command, arguments, everything)]
     if command in ("demo", "preflight"):
-        lines += ["", "keys: those of dmjd pretrain, see dmjd pretrain --help"]
+        lines += ["", "keys: those of dmjd pretrain; see dmjd pretrain --help"]
     if command == "preflight":
-        lines[-1] += " (or of the training command that comes first); warm=true also runs one training step"
+        lines += ["      or of finetune, segment or detect, if it comes first", "warm=true: also run one training step"]
     if command == "submit":
         from dmjd.cluster.submit import OPTIONS, submittable
 

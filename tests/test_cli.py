@@ -295,7 +295,7 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
         (["ops"], ["dmjd ops status"]),
         (["ops", "list"], ["dmjd ops status"]),
         (["knn"], ["checkpoint is required"]),
-        (["knn", "checkpoint=absent"], ["checkpoint=absent is not there"]),
+        (["knn", "checkpoint=absent"], ["checkpoint=absent does not exist"]),
         (["linprobe", "checkpoint=."], ["holds no complete checkpoint"]),
         (["pretrain", "--cfg", "job"], ["'job'"]),
     ],

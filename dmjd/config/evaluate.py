@@ -19,9 +19,9 @@ class EncoderConfig:
     model: Model of a file of weights; not for runs. By default it is inferred from the file's tensors. experiment=NAME
         or backbone=NAME sets the whole model, backbone.KEY=VALUE a single value.
     output: Output path. Default: beside the checkpoint.
-    weights: trained: weights of the last step (of a file with a student and a teacher, such as DINO's and iBOT's, the
-        teacher's). untrained: initial weights. ema: exponential moving average (of a run with ema_decay, or of a file
-        that has one). student: the student's, of such a file.
+    weights: trained: the trained weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT).
+        untrained: initial weights. ema: exponential moving average, if the run (ema_decay) or the file has one.
+        student: the student's weights of such a file.
     """
 
     checkpoint: str = path("???")
@@ -85,9 +85,10 @@ class ExportConfig(EncoderConfig):
         ViTMAEForPreTraining, with the decoder (target pixels and square images).
     output: Output file or folder. Default: RUN/export/NAME-..., where NAME is encoder, classifier, segmentation or
         detection.
-    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else the trained weights. trained:
-        weights of the last step (of a file with a student and a teacher, the teacher's). untrained: initial weights.
-        ema: exponential moving average. student: the student's, of such a file.
+    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else trained. trained: the trained
+        weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT). untrained: initial weights. ema:
+        exponential moving average, if the run (ema_decay) or the file has one. student: the student's weights of such a
+        file.
     dtype: Data type of the exported tensors. onnx, torch_export: fp32 only.
     shard_size: (huggingface, huggingface_mae) Maximum size of a file of weights, such as 5GB; larger weights are split
         into model-00001-of-0000N.safetensors and an index. null: one file.
@@ -143,8 +144,8 @@ class ConvertConfig:
         output's usual form.
     unknown: Parameter names that the source does not have. refuse: stop with an error. drop: leave these tensors out.
     nonfinite: Weights with NaN or infinity. refuse: stop with an error. keep: convert them.
-    weights: trained: weights of the last step (of a file with a student and a teacher, the teacher's). ema: exponential
-        moving average, if the input has one. student: the student's, of such a file.
+    weights: trained: the trained weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT). ema:
+        exponential moving average, if the input has one. student: the student's weights of such a file.
     """
 
     input: str = path("???")

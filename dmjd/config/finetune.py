@@ -20,9 +20,9 @@ class DownstreamConfig(TrainConfig):
     init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. Backbone,
         channels and normalisation are those of init unless they are set on the command line. null: an untrained
         encoder. Ignored when resuming.
-    weights: Weights of init to start from. trained: the trained weights (the teacher's, if the file holds a student and
-        a teacher). ema: their exponential moving average. student: the student's, if the file holds a student and a
-        teacher. untrained: random weights; only the configuration of init is read.
+    weights: Weights of init to start from. trained: the trained weights; the teacher's, if a file holds a student and a
+        teacher (DINO, iBOT). ema: exponential moving average. student: the student's weights of such a file. untrained:
+        random weights; only the configuration of init is read.
     freeze: Number of frozen layers, from the input. 0: none. 1: the embeddings. n + 1: the embeddings and the first n
         blocks.
     val_every: Epochs between validations; the last epoch is always validated.

@@ -40,8 +40,9 @@ class PretrainConfig(TrainConfig):
     batch_size: Global batch size: images per optimizer step over all processes. Each image gives mask.views masked
         views.
     ema_decay: Decay of an exponential moving average (EMA) of the encoder's weights. null: no EMA.
-    weights: Weights of init to start from. trained: the trained weights (the teacher's, if the file holds a student and
-        a teacher). ema: the EMA of the encoder. student: the student's, if the file holds a student and a teacher.
+    weights: Weights of init to start from. trained: the trained weights; the teacher's, if a file holds a student and a
+        teacher (DINO, iBOT). ema: exponential moving average of the encoder. student: the student's weights of such a
+        file.
     recipe: none: keys that are not set keep the presets' values. small_data: at the first start, the size of the model,
         the crops and the schedule are chosen from the training images and the device (docs/own_photos.md).
     """

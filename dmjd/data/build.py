@@ -319,7 +319,7 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
     if config.name == "shards":
         return _shards(config, split)
     if config.root is not None and not Path(config.root).is_dir():
-        raise DataError(f"data.root={shown(config.root)} is not a folder")
+        raise DataError(f"data.root={shown(config.root)} is not a folder; set data.root to an existing folder")
     if config.name == "fashion_mnist":
         return FashionMnist(Path(config.root) if config.root else fashion_mnist_folder(), split, config.pad)
     if config.name == "digits":

@@ -58,9 +58,9 @@ class EmbedConfig:
         fine-tuning runs).
     model: Model of a file of weights; not for runs. By default it is inferred from the file's tensors. experiment=NAME
         or backbone=NAME sets the whole model, backbone.KEY=VALUE a single value.
-    weights: trained: weights of the last step (of a file with a student and a teacher, such as DINO's and iBOT's, the
-        teacher's). untrained: initial weights. ema: exponential moving average (of a run with ema_decay, or of a file
-        that has one). student: the student's, of such a file.
+    weights: trained: the trained weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT).
+        untrained: initial weights. ema: exponential moving average, if the run (ema_decay) or the file has one.
+        student: the student's weights of such a file.
     pooling: Image feature. mean: mean of the patch tokens. cls: cls token. One value for all checkpoints, or a list
         with one for each.
     split: Images: all, or those of the split train or test.

@@ -62,9 +62,10 @@ class PredictConfig(ImagesConfig):
     output: CSV file, or for segmentation and detection a folder; an existing one is replaced. Default:
         RUN/predictions/WEIGHTS-step########.csv, or a folder of that name. The images (paths, data.root or data) and
         the split are added to the name if they are set.
-    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else the trained weights. trained:
-        weights of the last step (of a file with a student and a teacher, the teacher's). untrained: initial weights.
-        ema: exponential moving average. student: the student's, of such a file.
+    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else trained. trained: the trained
+        weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT). untrained: initial weights. ema:
+        exponential moving average, if the run (ema_decay) or the file has one. student: the student's weights of such a
+        file.
     split: Images of the data set. auto: the test images of the run's own data, if it has any; all images of other data.
     probabilities: Columns beside the class with the highest probability. all: p_CLASS for each class. top5: classes and
         probabilities of ranks 2 to 5. top1: none.

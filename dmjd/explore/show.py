@@ -30,9 +30,10 @@ class ShowConfig(ImagesConfig):
     max_kb: Maximum size of a picture in kB; its images are made smaller until it fits. Reports embed the files.
     output: Folder of the pictures. Default: RUN/pictures, which dmjd report includes; for a file of weights the folder
         pictures in a folder named like the file without its suffix.
-    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else the trained weights. trained:
-        weights of the last step (of a file with a student and a teacher, the teacher's). untrained: initial weights.
-        ema: exponential moving average of the encoder. student: the student's, of such a file.
+    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else trained. trained: the trained
+        weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT). untrained: initial weights. ema:
+        exponential moving average, if the run (ema_decay) or the file has one. student: the student's weights of such a
+        file.
     device: auto: CUDA if available, else CPU.
     data: By default those of pre-training; keys that are set replace single values. data.root=DIR reads the images of
         another folder. data.image_size=448 sets the size of all pictures; by default attention and PCA use twice the

@@ -32,7 +32,7 @@ def read_content(path: Path) -> Any:
         CheckpointError: if it cannot be read.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} is not there")
+        raise CheckpointError(f"{path} does not exist")
     try:
         return _parts(path) if path.name.endswith(WEIGHT_INDEX) else _content(path)
     except (OSError, ValueError, SafetensorError) as error:

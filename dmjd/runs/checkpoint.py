@@ -420,10 +420,14 @@ def weights_at(name: str, key: str, which: str = "newest") -> Path:
     path = Path(name)
     if which == "best":
         if not os.path.isdir(path / FOLDER):
-            raise CheckpointError(f"which=best needs a run folder, and {key}={name} is none; name one, or remove which")
+            raise CheckpointError(
+                f"which=best needs a run folder, and {key}={name} is not one; set one, or remove which"
+            )
         return best_checkpoint(path)
     if not os.path.exists(path):  # Path.exists() raises an error for a name that is too long
-        raise CheckpointError(f"{key}={name} is not there; name a file of weights, a run folder or a checkpoint in it")
+        raise CheckpointError(
+            f"{key}={name} does not exist; set a run folder, a checkpoint folder or a file of weights"
+        )
     if path.is_file():
         return path
     try:

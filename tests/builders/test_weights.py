@@ -440,7 +440,7 @@ def test_a_run_knows_its_model_itself(finished_run: Path) -> None:
 
 
 def test_a_name_that_is_nothing_may_have_been_a_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoint=.*mae\.pht is not there; name a file of weights"):
+    with pytest.raises(CheckpointError, match=r"checkpoint=.*mae\.pht does not exist; set a run folder"):
         encoder_of(tmp_path / "mae.pht", *described("mae"))
 
 
@@ -565,5 +565,5 @@ def test_an_init_that_is_not_there_is_refused_before_the_folder_exists(
     code, _, errors = dmjd("pretrain", *tiny(tmp_path / "run", f"init={tmp_path / name}"))
     assert code == 2
     assert len(errors.splitlines()) == 1
-    assert f"init={tmp_path / name} is" in errors
+    assert f"init={tmp_path / name} does not exist" in errors
     assert not (tmp_path / "run").exists()

@@ -600,7 +600,7 @@ def test_images_without_labels_cannot_be_judged(run: Path, tmp_path: Path) -> No
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
     step = run / "checkpoints" / STEP
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         evaluate("knn", run / "absent")
     with pytest.raises(CheckpointError, match="is a folder of images"):
         evaluate("knn", run / "pictures")

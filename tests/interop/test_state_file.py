@@ -443,7 +443,7 @@ def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), path)
     with pytest.raises(CheckpointError, match=r"it has nothing by name; of a module .* save the state_dict\(\)$"):
         read_state(path)
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         read_state(tmp_path / "none.pth")
 
 
