@@ -23,6 +23,7 @@ from dmjd.cluster.site import missing_here, read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose, with_first_key
 from dmjd.config import PLANS, PretrainConfig, check_batch
+from dmjd.config.parse import parse
 from dmjd.errors import ConfigError, StorageError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.explore import TOOLS
@@ -51,14 +52,16 @@ PRETRAIN = PretrainConfig.command
 _HEADER_OPTIONS = ("time", "array", "account", "partition", "qos", "constraint")
 
 
-def training_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The training that preflight checks, and its arguments: its name may be the first, and is pretrain without it."""
+def training_of(arguments: Sequence[str]) -> tuple[str, list[str], bool]:
+    """Of the arguments of preflight: the training that it checks, whose name may be the first and is pretrain without
+    it; the overrides of its configuration; the value of warm, which is no override."""
     first = [text for text in arguments[:1] if text in PLANS]
-    return (first or [PRETRAIN])[0], list(arguments[len(first) :])
+    overrides = [text for text in arguments[len(first) :] if not text.startswith(_WARM)]
+    warm = [parse("warm", text.removeprefix(_WARM), bool, {}) for text in arguments if text.startswith(_WARM)]
+    return (first or [PRETRAIN])[0], overrides, any(warm[-1:])
 
 
-WARM = ("warm=true", "warm=false")
-"""The argument of preflight that is no override of the configuration."""
+_WARM = "warm="
 
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Variables of Slurm that sbatch needs. It exports its environment, and variables of a surrounding job would make the
@@ -119,7 +122,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         raise ConfigError(f"{command!r} cannot be submitted; choose from {', '.join(submittable())}")
     arguments = [_at_home(argument) for argument in arguments]
     own = [text for text in arguments if text.partition("=")[0] not in OPTIONS]
-    of, own = training_of(own) if command == "preflight" else (command, own)
+    of, own, warm = training_of(own) if command == "preflight" else (command, own, False)
     own = with_first_key(of, own)
     options = _options(arguments)
     trains = command in PLANS
@@ -185,6 +188,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         own.insert(0, command)
     elif of != command and of != PRETRAIN:
         own.insert(0, of)
+    own += ["warm=true"] * warm
     script = _render(template, header, exports, own)
     hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}
     redacted = {name: value and redact(value) for name, value in header.items()}
@@ -221,8 +225,7 @@ def _compose(command: str, own: Sequence[str], array: str | None) -> Any:
     index = "%a" if array is None else first[0] if first else "0"
 
     def composed(index: str) -> Any:
-        overrides = [text if text.startswith("run=") else text.replace("%a", index) for text in own if text not in WARM]
-        return compose(command, overrides)
+        return compose(command, [text if text.startswith("run=") else text.replace("%a", index) for text in own])
 
     config = composed(index)
     if command not in on_one_gpu() and array is not None and composed(f"1{index}").run != config.run:

@@ -47,7 +47,7 @@ class ImagesConfig(EncoderConfig):
     """
 
     workers: int | None = number(None, least=0)
-    device: str = choice("auto", "cpu", "cuda")
+    device: str = choice("auto", "cpu", "cuda", rejected={"gpu": "is called cuda"})
     data: DataConfig | None = None
     data_keys: list[str] | None = recorded()
 

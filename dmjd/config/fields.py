@@ -26,6 +26,10 @@ FLOAT_LIMIT = 1e6
 """A bound without meaning for the field, which keeps computations with the number finite; left out of ``--help``."""
 
 
+_SIMILAR = 0.7
+"""Least similarity of a suggestion: gpu is not cpu."""
+
+
 def choice(default: str, *others: str, rejected: Mapping[str, str] | None = None) -> Any:
     """One of a few strings. ``rejected``: value that users may expect -> reason why it is not supported."""
     return field(default=default, metadata={"choices": (default, *others), "rejected": rejected or {}})
@@ -224,8 +228,24 @@ def _check_bounds(key: str, value: float, metadata: Mapping[str, Any]) -> None:
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """``; did you mean NAME?`` for the closest of ``names``, or nothing."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = closest(name, names)
+    return f"; did you mean {near}?" if near else ""
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that is most similar to ``name``, in any case and with - for _; None if none is.
+
+    The shortest name that begins with ``name`` comes first.
+    """
+    typed = _plain(name)
+    known = {_plain(each): each for each in sorted(names, key=len, reverse=True)}
+    begun = [each for each in known if len(typed) > 2 and each.startswith(typed)]
+    near = difflib.get_close_matches(typed, known, n=1, cutoff=_SIMILAR)
+    return known[min(begun, key=len)] if begun else known[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
 
 
 def dataclass_of(annotation: Any) -> type | None:

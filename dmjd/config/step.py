@@ -110,7 +110,7 @@ class EngineConfig:
     """
 
     name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "auto")
-    device: str = choice("auto", "cpu", "cuda")
+    device: str = choice("auto", "cpu", "cuda", rejected={"gpu": "is called cuda"})
     precision: str = choice("auto", "fp32", "bf16", rejected={"fp16": _FP16})
     grad_accum_steps: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")

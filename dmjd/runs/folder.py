@@ -91,6 +91,7 @@ class RunFolder(RunPaths):
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
         recorded = self._recorded(committed)
         if recorded is None:
+            self._check_apart(config)
             return config
         before = self._stored(recorded, type(config))
         typed = config.typed or []
@@ -163,6 +164,19 @@ class RunFolder(RunPaths):
                 _set(merged, key, config)
         merged.typed = first
         return merged, groups
+
+    def _check_apart(self, config: Config) -> None:
+        """Raise ConfigError for a folder among the images of the run, to which its pictures would be added."""
+        data = config.data
+        if data.name != "folder" or data.root is None:
+            return
+        root = Path(data.root)
+        images = (root / "train" if (root / "train").is_dir() else root).resolve()
+        if images in (self.path.resolve(), *self.path.resolve().parents):
+            raise ConfigError(
+                f"run={self.path} lies in data.root={data.root}, and its pictures would be among the images; name a "
+                "folder outside"
+            )
 
     def _check_places(self) -> None:
         """Check that every path that the run will write is free and writable."""

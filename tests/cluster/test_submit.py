@@ -229,8 +229,12 @@ def test_preflight_takes_the_words_of_the_run_that_it_is_for(tmp_path: Path) -> 
     assert f"set -- engine=ddp run={tmp_path}/run experiment=demo batch_size=128 warm=true" in job.script
     with pytest.raises(ConfigError, match="batch_size=129 is not divisible by"):
         plan("preflight", [*words, "batch_size=129"])
+    assert plan("preflight", [*words[:-1], "warm=yes"]).script == job.script
+    assert plan("preflight", [*words, "warm=off"]).script == plan("preflight", words[:-1]).script
+    with pytest.raises(ConfigError, match="warm must be true or false, got 'twice'"):
+        plan("preflight", [*words, "warm=twice"])
     with pytest.raises(ConfigError, match="warm is not a key"):
-        plan("preflight", [*words, "warm=yes"])
+        plan("pretrain", words)  # the job would fail
 
 
 def test_a_fine_tuning_has_the_script_of_a_pre_training(tmp_path: Path) -> None:

@@ -55,6 +55,17 @@ def test_opening_records_what_was_asked_and_where_it_runs(tmp_path: Path) -> Non
     assert not [name for name in files(run.path) if name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("inside", ["", "runs/first"])
+def test_a_run_among_its_images_is_rejected(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "photos")
+    config = configure("data=folder", f"data.root={tmp_path}/photos")
+    with pytest.raises(ConfigError, match=r"its pictures would be among the images; name a folder outside"):
+        RunFolder(tmp_path / "link" / inside).check(config)
+    (tmp_path / "photos" / "train").mkdir()
+    assert RunFolder(tmp_path / "link" / inside).check(config) is config
+
+
 @pytest.mark.parametrize("word", ["data.crop_pct=0.5", "data.max_bad_percent=5", "data.cache_gib=7", "data.timeout=9"])
 def test_what_no_step_depends_on_may_change(tmp_path: Path, word: str) -> None:
     started(tmp_path).check(configure(word))
