@@ -410,7 +410,8 @@ def _overrides(arguments: Sequence[str]) -> Iterator[str]:
         if not equals:
             value = next(left, "--")
             if value.startswith("--") or value in _FLAGS:
-                raise ConfigError(f"{redact(text)} needs a value: {redact(text)}=VALUE or {redact(key)}=VALUE")
+                hint = suggestion(text, _FLAGS)
+                raise ConfigError(f"{redact(text)} needs a value: {redact(text)}=VALUE or {redact(key)}=VALUE{hint}")
         yield f"{key.replace('-', '_')}={value}"
 
 

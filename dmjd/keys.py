@@ -136,7 +136,7 @@ def _closeness(typed: str, name: str) -> float:
     """How probable it is that ``name`` is meant by ``typed``, in 0..1."""
     (section, _, last), (own_section, _, own) = typed.lower().rpartition("."), name.rpartition(".")
     alike = difflib.SequenceMatcher(None, last, own).ratio()
-    if own == last or re.sub(r"\W", "_", typed.lower()) in (own, name.replace(".", "_")):
+    if own == last or re.sub(r"\W|__", "_", typed.lower()) in (own, name.replace(".", "_")):
         alike = 1.0
     elif ELSEWHERE.get(last) == own:
         alike = 0.95

@@ -281,6 +281,8 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
         (["shards", "biuld"], ["did you mean build?"]),
         (["zzz"], ["'zzz'", "pretrain, finetune, segment, detect, demo, plan, report, embed", "knn, linprobe"]),
         (["pretrain", "--epochs"], ["--epochs needs a value: --epochs=VALUE or epochs=VALUE"]),
+        (["submit", "pretrain", "--dryrun"], ["did you mean --dry-run?"]),
+        (["submit", "Pretrain"], ["'Pretrain' cannot be submitted; did you mean pretrain?"]),
         (["pretrain", "--epochs", "--cfg"], ["--epochs needs a value"]),
         (["pretrain", "--epohcs=3"], ["epohcs is not a key; did you mean epochs?"]),
         (["knn", "lr=1e-3"], ["lr is not a key"]),

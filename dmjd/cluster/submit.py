@@ -23,11 +23,12 @@ from dmjd.cluster.site import missing_here, read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose, with_first_key
 from dmjd.config import PLANS, PretrainConfig, check_batch
+from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse
 from dmjd.errors import ConfigError, StorageError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.explore import TOOLS
-from dmjd.files import at_home, replace_file
+from dmjd.files import at_home, obstacle, replace_file
 from dmjd.redact import MARK, is_secret, redact
 from dmjd.resources import launchers_dir
 from dmjd.source import START, snapshot
@@ -119,7 +120,8 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         ConfigError: if an option or the configuration of the command is wrong.
     """
     if command not in submittable():
-        raise ConfigError(f"{command!r} cannot be submitted; choose from {', '.join(submittable())}")
+        hint = suggestion(command, submittable())
+        raise ConfigError(f"{command!r} cannot be submitted{hint or ';'} choose from {', '.join(submittable())}")
     arguments = [_at_home(argument) for argument in arguments]
     own = [text for text in arguments if text.partition("=")[0] not in OPTIONS]
     of, own, warm = training_of(own) if command == "preflight" else (command, own, False)
@@ -156,6 +158,8 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     if several and processes > 1 and not any(argument.startswith("engine=") for argument in own):
         own.insert(0, "engine=ddp")
     folder = _folder(config, array="array" in options)
+    if what := obstacle(folder, folder=True):
+        raise ConfigError(f"run={config.run} is {what}; name a folder")
     container = site.get("DMJD_CONTAINER") or None
     if trains and container is None and (folder / "config.yaml").is_file():
         from dmjd.runs.folder import RunFolder  # imports torch, which takes seconds; most runs are new

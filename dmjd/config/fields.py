@@ -26,6 +26,9 @@ FLOAT_LIMIT = 1e6
 """A bound without meaning for the field, which keeps computations with the number finite; left out of ``--help``."""
 
 
+INTEGER_LIMIT = 10**12
+"""Greatest integer of any field, so that products of two, such as steps, fit 64 bits."""
+
 _SIMILAR = 0.7
 """Least similarity of a suggestion: gpu is not cpu."""
 
@@ -216,6 +219,8 @@ def is_fraction(metadata: Mapping[str, Any]) -> bool:
 
 def _check_bounds(key: str, value: float, metadata: Mapping[str, Any]) -> None:
     bounds = metadata["bounds"]
+    if isinstance(value, int) and value > INTEGER_LIMIT:
+        bounds = {**bounds, "most": INTEGER_LIMIT}
     if math.isfinite(value) and all(_BOUNDS[name][0](value, bound) for name, bound in bounds.items()):
         return
     cure = ""

@@ -56,7 +56,7 @@ class ConvStagesConfig:
     """
 
     embed_dims: list[int] = numbers(256, 384, length=2, above=0)
-    depths: list[int] = numbers(2, 2, length=2, least=0)
+    depths: list[int] = numbers(2, 2, length=2, least=0, most=1024)
     mlp_ratios: list[float] = numbers(8.0, 8.0, length=2, above=0, most=1000)
 
 
@@ -69,7 +69,7 @@ class WindowsConfig:
     size: Window size, in tokens.
     """
 
-    depths: list[int] = numbers(2, 2, 18, 2, length=4, above=0)
+    depths: list[int] = numbers(2, 2, 18, 2, length=4, above=0, most=1024)
     num_heads: list[int] = numbers(4, 8, 16, 32, length=4, above=0)
     size: int = positive(6)
 
@@ -101,7 +101,7 @@ class BackboneConfig:
     name: str = choice_of(BACKBONES)
     patch_size: int = positive(16)
     embed_dim: int = positive(768)
-    depth: int = positive(12)
+    depth: int = number(12, above=0, most=1024)
     num_heads: int = positive(12)
     mlp_ratio: float = number(4.0, above=0, most=1000)
     class_token: bool = True
@@ -130,7 +130,7 @@ class DecoderConfig:
 
     name: str = choice("mae", "linear")
     dim: int = positive(512)
-    depth: int = positive(8)
+    depth: int = number(8, above=0, most=1024)
     num_heads: int = positive(16)
     mlp_ratio: float = number(4.0, above=0, most=1000)
 

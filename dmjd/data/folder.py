@@ -215,7 +215,7 @@ def _find_split(root: Path, split: Split, split_by_hash: bool, skipped: Counter[
     if split_by_hash:
         if held_out is not None:
             raise DataError(
-                f"{root} has held-out images in {held_out.name}/; leave data.val_percent out, or move that folder away"
+                f"{root} has held-out images in {held_out.name}/; set data.val_percent=0, or move that folder away"
             )
         held_out = train
     if split == "test" and held_out is None:

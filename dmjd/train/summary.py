@@ -32,7 +32,8 @@ def start_lines(config: TrainConfig, data: DataPipeline, task: Task, world: Worl
     others = f"; {left} of the {len(data.source)} images are dropped in each epoch, others in the next" if left else ""
     yield _line("steps", f"{steps} per epoch, {steps * config.epochs} in {count(config.epochs, 'epoch')}{others}")
     warmup = warmup_steps(config, steps)
-    yield _line("schedule", f"peak learning rate {task.peak_lr:.3g} after {count(warmup, 'step')} of warm-up")
+    short = "; the run ends before, lower optim.warmup_epochs" if warmup >= steps * config.epochs else ""
+    yield _line("schedule", f"peak learning rate {task.peak_lr:.3g} after {count(warmup, 'step')} of warm-up{short}")
     for title, text in task.details():
         yield _line(title, text)
 

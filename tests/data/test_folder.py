@@ -574,8 +574,8 @@ def test_a_class_on_one_side_is_reported_with_the_side_and_a_cure_that_exists() 
     [
         ("folder", ["ant"], 1e-6, "or set data.val_percent=0 to train on all images"),
         ("folder", ["ant"], 99.999999, "val_percent=99.999999 holds out 40 of the 40 images"),
-        ("folder", ["train/ant", "val/ant"], 10, "has held-out images in val/; leave data.val_percent out"),
-        ("folder", ["train/ant", "test/ant"], 10, "has held-out images in test/; leave data.val_percent out"),
+        ("folder", ["train/ant", "val/ant"], 10, "has held-out images in val/; set data.val_percent=0"),
+        ("folder", ["train/ant", "test/ant"], 10, "has held-out images in test/; set data.val_percent=0"),
         (
             "digits",
             ["ant"],
