@@ -171,8 +171,8 @@ def needed_by_encoder(name: str) -> bool:
 
 
 def check_finite(state: State) -> None:
-    """Raise CheckpointError with the names of tensors that hold NaN or infinity."""
-    bad = [name for name, value in state.items() if not bool(value.isfinite().all())]
+    """Raise CheckpointError with the names of tensors that hold NaN or infinity in float32, in which models compute."""
+    bad = [name for name, value in state.items() if not bool(value.float().isfinite().all())]
     if bad:
         raise CheckpointError(
             f"NaN or infinity in {summary(bad)}, as after a training that diverged: use an earlier checkpoint (dmjd "
