@@ -103,6 +103,8 @@ def model_in(path: Path, weights: str) -> dict[str, Tensor]:
     found = {name.removeprefix("model."): value for name, value in _saved(path, weights).items()}
     if any(name.startswith("decoder.") or name == "encoder.mask_token" for name in found):  # of pre-training
         return found
+    if any(name.startswith(_PYRAMID) for name in found):  # whose head is of maps
+        return _renamed(found, {"head.": "decode_head.classes."})
     return _renamed(found, {ours: theirs for theirs, ours in _CLASSIFIER.items()})
 
 

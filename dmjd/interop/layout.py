@@ -185,7 +185,9 @@ _FEATURES_DEPEND = re.compile(
     r"(^|[._])(cls|class|dist|reg|registers?|storage|pos|positional|patch|rope|freqs|embed|embedding|norm|ln)([._\d]|$)"
 )
 _STEM = re.compile(r"(^|\.)patch_embed\.proj\.\d+\.")
-_BESIDE_ENCODER = re.compile(r"^(decoder|neck|head|dino_head|ibot_head|projector|projection_head|predictor|loss)")
+_BESIDE_ENCODER = re.compile(
+    r"^(decoder|neck|([a-z]+_)*head|projector|predictor|loss|pyramid|auxiliary|rpn|box_|mask_logits|proposal_generator)"
+)
 
 
 def advice(unknown: Sequence[str], argument: str) -> str:
