@@ -165,8 +165,17 @@ def _to_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _from_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """timm's Swin has its classifier inside of a head with pooling."""
-    return {re.sub(r"^head\.fc\.", "head.", name): value for name, value in state.items()}
+    """timm's Swin has its classifier inside of a head with pooling.
+
+    DINOv2's own files are timm's ViTs with layer scales. They have a mask token ``[1, D]``, on which features of whole
+    images do not depend, and in training chunks of blocks: ``blocks.1.6`` is block 6, in chunk 1.
+    """
+    found = {re.sub(r"^head\.fc\.", "head.", name): value for name, value in state.items()}
+    if any(name.endswith(".ls1.gamma") for name in found):
+        found = {name: value for name, value in found.items() if name != "mask_token" or value.ndim != 2}
+        whole = {re.sub(r"^blocks\.\d+\.(?=\d+\.)", "blocks.", name): value for name, value in found.items()}
+        found = whole if len(whole) == len(found) else found
+    return found
 
 
 def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
