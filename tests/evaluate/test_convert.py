@@ -249,7 +249,9 @@ def test_of_a_segmentation_run_the_encoder_is_converted_on_demand(tmp_path: Path
         convert(compose("convert", words))
     convert(compose("convert", [*words, "unknown=drop"]))
     kept = read_state(tmp_path / "timm.pth").tensors
-    names = {name.removeprefix("model.") for name in store.read_model(newest(segmented_once / "checkpoints"))}
+    end = newest(segmented_once / "checkpoints")
+    assert end is not None
+    names = {name.removeprefix("model.") for name in store.read_model(end)}
     encoder = {name.removeprefix("encoder.") for name in names if name.startswith("encoder.")}
     assert kept.keys() == encoder | {"pos_embed"}
 

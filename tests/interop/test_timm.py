@@ -183,7 +183,14 @@ def in_training(state: State) -> dict[str, State]:
 def test_layer_scales_are_computed_as_by_timm(
     tmp_path: Path, options: dict[str, Any], written: Callable[[State], Any]
 ) -> None:
-    sizes = {"img_size": 28, "patch_size": 14, "embed_dim": 192, "depth": 4, "num_heads": 3, "num_classes": 0}
+    sizes: dict[str, Any] = {
+        "img_size": 28,
+        "patch_size": 14,
+        "embed_dim": 192,
+        "depth": 4,
+        "num_heads": 3,
+        "num_classes": 0,
+    }
     model = timm.models.VisionTransformer(**sizes, **options, init_values=1.0).eval()
     for value in model.parameters():
         value.add_(0.05 * torch.randn_like(value))
