@@ -68,6 +68,10 @@ class Layout:
         """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
 
+    def is_complete(self, state: State) -> bool:
+        """Whether :meth:`read` would miss no name of this layout."""
+        return not missing(ours for name in self._prepared(state) if (ours := self._ours(name)) is not None)
+
     def left_out(self, state: State) -> list[str]:
         """The :attr:`other_networks` in ``state``, for messages: ``pretext_neck.*`` for all that begins so."""
         found = [self.other_networks.match(name) for name in state] if self.other_networks else []
@@ -92,7 +96,7 @@ class Layout:
                 weights[ours] = value
         check_stem(unknown)
         absent = [self.names.theirs(name) or name for name in missing(weights)]
-        faults = []
+        faults = list[str]()
         if unknown and not drop_unknown:
             faults.append(f"{len(unknown)} unknown ({summary(unknown)}; {advice(unknown, 'unknown=drop')})")
         if absent:

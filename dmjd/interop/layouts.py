@@ -314,7 +314,8 @@ def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]
     """The first layout that has every name in ``state``, and the names of all layouts that do.
 
     They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes. Layouts whose
-    ``other_networks`` are those ``beside`` the state are preferred: DINO's by its projection head.
+    ``other_networks`` are those ``beside`` the state are preferred: DINO's by its projection head; then those that miss
+    no name: a lone mask token is BEiT's, and in MAE's layout the decoder's.
 
     Raises:
         CheckpointError: if there is none, with the names that the nearest layout does not have.
@@ -325,6 +326,7 @@ def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]
         networks = {name: LAYOUTS[name].other_networks for name in fitting if beside}
         theirs = [name for name, found in networks.items() if found is not None and all(map(found.match, beside))]
         fitting = theirs or fitting
+        fitting = [name for name in fitting if LAYOUTS[name].is_complete(state)] or fitting
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     check_stem(unknown[nearest])

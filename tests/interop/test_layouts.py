@@ -276,6 +276,17 @@ def test_a_summary_counts_what_differs_in_numbers_alone() -> None:
     assert summary(names) == "blocks.*.norm1.weight (12), norm.weight"
 
 
+def test_a_summary_is_one_short_line() -> None:
+    assert summary(["a\nb.weight", "\u202ec.\x1b[31m"]) == "\\u202ec.\\x1b[31m, a\\nb.weight"
+    assert len(summary([f"{letter * 100_000}.weight" for letter in "abcdefgh"])) < 2000
+
+
+def test_a_mask_token_without_a_head_is_the_encoders() -> None:
+    plain = draw(states.vit(mask_token=True) | states.layer("norm", DIM))
+    layout, _ = detect(plain)
+    assert torch.equal(layout.read(plain)["encoder.mask_token"], plain["mask_token"])
+
+
 # What models compute
 
 
