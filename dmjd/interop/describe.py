@@ -169,28 +169,29 @@ def _noted(heads: Any, size: Any, mean: Any, std: Any) -> Noted:
     return Noted(
         heads if type(heads) is int and heads > 0 else None,
         (sides[0], sides[1]) if is_size and max(sides) <= _MOST_PIXELS else None,
-        *((mean, std) if _are_statistics(mean, -1) and _are_statistics(std, _LEAST_STD) else (None, None)),
+        *((mean, std) if _are_within(mean, -1) and _are_within(std, _LEAST_STD) else (None, None)),
     )
 
 
-def _statistics(processor: Mapping[str, Any]) -> tuple[Any, Any]:
+def _statistics(processor: Mapping[str, Any]) -> tuple[list[float] | None, list[float] | None]:
     """Mean and std of pixels in 0..1, of a preprocessor that computes ``(pixel * rescale_factor - mean) / std``."""
-    mean, std = processor.get("image_mean"), processor.get("image_std")
-    if processor.get("do_normalize") is False and isinstance(mean, list):
-        mean, std = [0.0] * len(mean), [1.0] * len(mean)
+    mean, std = _numbers(processor.get("image_mean")), _numbers(processor.get("image_std"))
     factor = 1.0 if processor.get("do_rescale") is False else processor.get("rescale_factor", 1 / 255)
-    if type(factor) is not float or not 0 < factor <= 1 or not (_are_numbers(mean) and _are_numbers(std)):
+    if mean is None or std is None or type(factor) is not float or not 0 < factor <= 1:
         return None, None
+    if processor.get("do_normalize") is False:
+        mean, std = [0.0] * len(mean), [1.0] * len(mean)
     scale = 1.0 if factor == 1 / 255 else 255 * factor
     return [value / scale for value in mean], [value / scale for value in std]
 
 
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) in (int, float) for value in values)
+def _numbers(values: Any) -> list[float] | None:
+    fits = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+    return values if fits else None
 
 
-def _are_statistics(values: Any, least: float) -> bool:
-    return _are_numbers(values) and all(least <= value <= 1 for value in values)
+def _are_within(values: Any, least: float) -> bool:
+    return _numbers(values) is not None and all(least <= value <= 1 for value in values)
 
 
 def _json(text: str | bytes) -> dict[str, Any]:
