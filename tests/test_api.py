@@ -424,7 +424,7 @@ def test_a_name_that_no_file_can_have_is_one_line(name: str) -> None:
 
 
 def test_an_encoder_of_other_channels_takes_tensors_alone(tmp_path: Path) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, in_chans=4, num_classes=0)
+    model: Any = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, in_chans=4, num_classes=0)
     torch.save(model.state_dict(), tmp_path / "four.pth")
     encoder = dmjd.load_encoder(tmp_path / "four.pth", device="cpu")
     images = torch.randn(2, 4, 32, 32)

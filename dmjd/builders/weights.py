@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def described_model(file: WeightsFile, given: Mapping[str, Any], data: DataConfi
         CheckpointError: if the encoder is none of ours, or its number of attention heads is neither shown nor given,
             or a ViT's positions are missing.
     """
-    _check_registers(file)
+    file = _with_layer_scales(file)
+    _check_parts(file)
     require_positions(file)
     try:
         described = describe(file.weights, file.noted, file.grid, has_qv_bias=file.has_qv_bias)
@@ -103,6 +105,8 @@ def model_in(path: Path, weights: str) -> dict[str, Tensor]:
     found = {name.removeprefix("model."): value for name, value in _saved(path, weights).items()}
     if any(name.startswith("decoder.") or name == "encoder.mask_token" for name in found):  # of pre-training
         return found
+    if any(name.startswith(_PYRAMID) for name in found):  # whose head is of maps
+        return _renamed(found, {"head.": "decode_head.classes."})
     return _renamed(found, {ours: theirs for theirs, ours in _CLASSIFIER.items()})
 
 
@@ -286,6 +290,7 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
     """``file`` with biases of q and v, positions and bias tables as those of ``encoder``; tables of another grid are
     interpolated as fine-tuning does if ``geometric``."""
     own = {_ENCODER + name: value.shape for name, value in encoder.state_dict().items()}
+    file = _with_layer_scales(file)
     weights = file.weights
     if POSITIONS in own:
         require_positions(file)
@@ -321,7 +326,7 @@ def _fitted_to_images(file: WeightsFile, encoder: Encoder) -> WeightsFile:
 
 def _of_encoder(encoder: Encoder, file: WeightsFile) -> tuple[dict[str, Tensor], list[str]]:
     """The encoder's weights in ``file``, and the names that it lacks."""
-    _check_registers(file)
+    _check_parts(file)
     ours = _shapes({_ENCODER + name: value for name, value in encoder.state_dict().items()}, _ENCODER)
     theirs = _shapes(file.weights, _ENCODER)
     faults = [
@@ -361,12 +366,27 @@ def _compare_heads(encoder: Encoder, file: WeightsFile) -> None:
         )
 
 
-def _check_registers(file: WeightsFile) -> None:
-    if REGISTERS in file.weights:
+def _with_layer_scales(file: WeightsFile) -> WeightsFile:
+    """``file`` with the layer scales of timm's and DINOv2's ViTs as BEiT's, whose blocks compute the same: they have no
+    bias of keys, to which softmax is invariant."""
+    return file._replace(weights={_SCALE.sub(r".gamma_\1", name): value for name, value in file.weights.items()})
+
+
+_SCALE = re.compile(r"\.ls([12])\.gamma$")
+
+
+def _check_parts(file: WeightsFile) -> None:
+    found = [name for name in file.weights if name == REGISTERS or _NORMS.search(name)]
+    if found:
+        parts = f"registers ({REGISTERS})" if REGISTERS in found else summary(found)
         raise CheckpointError(
-            f"{file.description}: it has registers ({REGISTERS}), on which features depend and which the "
-            "encoders of dmjd do not have; use the model's own code"
+            f"{file.description}: it has {parts}, on which features depend and which the encoders of dmjd do not have; "
+            "use the model's own code"
         )
+
+
+_NORMS = re.compile(r"\.(q_norm|k_norm|norm_pre)\.")
+"""Of queries, of keys, and in front of the blocks."""
 
 
 def _described(file: WeightsFile, encoder: Encoder) -> str:

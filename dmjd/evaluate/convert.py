@@ -99,12 +99,12 @@ def _branches(names: list[str]) -> str:
 def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None]:
     """The weights under our names, the layout of the input, and the grid of its positions if it is known."""
     grid, keep = _pair(config.source_grid), config.nonfinite == "keep"
-    found = weights_at(config.input, "input")
+    found, drop = weights_at(config.input, "input"), config.unknown == "drop"
     if found.is_dir():
         source, ours = found / CONFIG, LAYOUTS["ours"]
         trained = from_yaml_of_run(read_file(source), source)
-        return ours.read(model_in(found, config.weights), keep_nonfinite=keep), ours, token_grid(trained)
-    drop = config.unknown == "drop"
+        weights = ours.read(model_in(found, config.weights), drop_unknown=drop, keep_nonfinite=keep)
+        return weights, ours, token_grid(trained)
     file = read_weights_file(found, config.weights, config.source, drop_unknown=drop, keep_nonfinite=keep)
     require_positions(file)
     logger.info("%s", file.description)

@@ -195,7 +195,8 @@ class _Segmentation(_Task):
         super().__init__(frozen, config)
         trained, data = frozen.trained, frozen.data
         assert isinstance(trained, SegmentConfig)
-        assert isinstance(data, SegmentDataConfig)
+        if not isinstance(data, SegmentDataConfig):  # of data=folder, which has no maps of classes
+            data = replace(trained.data, image_size=data.image_size)
         given = {key: value for key, value in vars(config.test).items() if value not in (None, "run")}
         test = replace(trained.test, **given)
         check_test(replace(trained, data=data, test=test))

@@ -31,6 +31,9 @@ _HEADS_OF_MOCO = HEADS | {192: 12, 384: 12}
 _LAYER_SCALE = 0.1
 """Initial value of a layer scale, which trained weights do not show and evaluations do not depend on."""
 _MOST_PIXELS = 4096
+_LEAST_STD = 1e-3
+_MOST_EPS = 1e-5
+"""Up to here features differ by less than half precision does; transformers' ViTs have 1e-12."""
 _STAGES = 4
 _PREPROCESSOR = "preprocessor_config.json"
 """The normalisation in a folder of Hugging Face."""
@@ -152,9 +155,12 @@ def noted_at(path: Path) -> Noted:
         raise CheckpointError(
             f"{config}: hidden_act={str(activation)[:40]!r}, and dmjd's encoders have gelu; use the model's own code"
         )
-    return _noted(
-        model.get("num_attention_heads"), model.get("image_size"), images.get("image_mean"), images.get("image_std")
-    )
+    eps = model.get("layer_norm_eps", 0)
+    if type(eps) in (int, float) and eps > _MOST_EPS:
+        raise CheckpointError(
+            f"{config}: layer_norm_eps={eps:g}, and dmjd's encoders have 1e-06; use the model's own code"
+        )
+    return _noted(model.get("num_attention_heads"), model.get("image_size"), *_statistics(images))
 
 
 def _noted(heads: Any, size: Any, mean: Any, std: Any) -> Noted:
@@ -163,12 +169,29 @@ def _noted(heads: Any, size: Any, mean: Any, std: Any) -> Noted:
     return Noted(
         heads if type(heads) is int and heads > 0 else None,
         (sides[0], sides[1]) if is_size and max(sides) <= _MOST_PIXELS else None,
-        *(values if _are_statistics(values) else None for values in (mean, std)),
+        *((mean, std) if _are_within(mean, -1) and _are_within(std, _LEAST_STD) else (None, None)),
     )
 
 
-def _are_statistics(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) in (int, float) and 0 < value <= 1 for value in values)
+def _statistics(processor: Mapping[str, Any]) -> tuple[list[float] | None, list[float] | None]:
+    """Mean and std of pixels in 0..1, of a preprocessor that computes ``(pixel * rescale_factor - mean) / std``."""
+    mean, std = _numbers(processor.get("image_mean")), _numbers(processor.get("image_std"))
+    factor = 1.0 if processor.get("do_rescale") is False else processor.get("rescale_factor", 1 / 255)
+    if mean is None or std is None or type(factor) is not float or not 0 < factor <= 1:
+        return None, None
+    if processor.get("do_normalize") is False:
+        mean, std = [0.0] * len(mean), [1.0] * len(mean)
+    scale = 1.0 if factor == 1 / 255 else 255 * factor
+    return [value / scale for value in mean], [value / scale for value in std]
+
+
+def _numbers(values: Any) -> list[float] | None:
+    fits = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+    return values if fits else None
+
+
+def _are_within(values: Any, least: float) -> bool:
+    return _numbers(values) is not None and all(least <= value <= 1 for value in values)
 
 
 def _json(text: str | bytes) -> dict[str, Any]:

@@ -68,6 +68,10 @@ class Layout:
         """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
 
+    def is_complete(self, state: State) -> bool:
+        """Whether :meth:`read` would miss no name of this layout."""
+        return not missing(ours for name in self._prepared(state) if (ours := self._ours(name)) is not None)
+
     def left_out(self, state: State) -> list[str]:
         """The :attr:`other_networks` in ``state``, for messages: ``pretext_neck.*`` for all that begins so."""
         found = [self.other_networks.match(name) for name in state] if self.other_networks else []
@@ -92,7 +96,7 @@ class Layout:
                 weights[ours] = value
         check_stem(unknown)
         absent = [self.names.theirs(name) or name for name in missing(weights)]
-        faults = []
+        faults = list[str]()
         if unknown and not drop_unknown:
             faults.append(f"{len(unknown)} unknown ({summary(unknown)}; {advice(unknown, 'unknown=drop')})")
         if absent:
@@ -171,8 +175,8 @@ def needed_by_encoder(name: str) -> bool:
 
 
 def check_finite(state: State) -> None:
-    """Raise CheckpointError with the names of tensors that hold NaN or infinity."""
-    bad = [name for name, value in state.items() if not bool(value.isfinite().all())]
+    """Raise CheckpointError with the names of tensors that hold NaN or infinity in float32, in which models compute."""
+    bad = [name for name, value in state.items() if not bool(value.float().isfinite().all())]
     if bad:
         raise CheckpointError(
             f"NaN or infinity in {summary(bad)}, as after a training that diverged: use an earlier checkpoint (dmjd "
@@ -185,7 +189,9 @@ _FEATURES_DEPEND = re.compile(
     r"(^|[._])(cls|class|dist|reg|registers?|storage|pos|positional|patch|rope|freqs|embed|embedding|norm|ln)([._\d]|$)"
 )
 _STEM = re.compile(r"(^|\.)patch_embed\.proj\.\d+\.")
-_BESIDE_ENCODER = re.compile(r"^(decoder|neck|head|dino_head|ibot_head|projector|projection_head|predictor|loss)")
+_BESIDE_ENCODER = re.compile(
+    r"^(decoder|neck|([a-z]+_)*head|projector|predictor|loss|pyramid|auxiliary|rpn|box_|mask_logits|proposal_generator)"
+)
 
 
 def advice(unknown: Sequence[str], argument: str) -> str:

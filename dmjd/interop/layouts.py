@@ -165,8 +165,17 @@ def _to_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _from_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """timm's Swin has its classifier inside of a head with pooling."""
-    return {re.sub(r"^head\.fc\.", "head.", name): value for name, value in state.items()}
+    """timm's Swin has its classifier inside of a head with pooling.
+
+    DINOv2's own files are timm's ViTs with layer scales. They have a mask token ``[1, D]``, on which features of whole
+    images do not depend, and in training chunks of blocks: ``blocks.1.6`` is block 6, in chunk 1.
+    """
+    found = {re.sub(r"^head\.fc\.", "head.", name): value for name, value in state.items()}
+    if any(name.endswith(".ls1.gamma") for name in found):
+        found = {name: value for name, value in found.items() if name != "mask_token" or value.ndim != 2}
+        whole = {re.sub(r"^blocks\.\d+\.(?=\d+\.)", "blocks.", name): value for name, value in found.items()}
+        found = whole if len(whole) == len(found) else found
+    return found
 
 
 def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -305,7 +314,8 @@ def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]
     """The first layout that has every name in ``state``, and the names of all layouts that do.
 
     They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes. Layouts whose
-    ``other_networks`` are those ``beside`` the state are preferred: DINO's by its projection head.
+    ``other_networks`` are those ``beside`` the state are preferred: DINO's by its projection head; then those that miss
+    no name: a lone mask token is BEiT's, and in MAE's layout the decoder's.
 
     Raises:
         CheckpointError: if there is none, with the names that the nearest layout does not have.
@@ -316,6 +326,7 @@ def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]
         networks = {name: LAYOUTS[name].other_networks for name in fitting if beside}
         theirs = [name for name, found in networks.items() if found is not None and all(map(found.match, beside))]
         fitting = theirs or fitting
+        fitting = [name for name in fitting if LAYOUTS[name].is_complete(state)] or fitting
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     check_stem(unknown[nearest])

@@ -125,6 +125,8 @@ _DIGITS = 9
 """Digits of a number in a name that are read."""
 _LISTED = 8
 """Names or patterns in a message."""
+_LONGEST = 160
+"""Characters of one of them."""
 
 
 def missing(names: Iterable[str]) -> list[str]:
@@ -171,9 +173,14 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def summary(names: Iterable[str]) -> str:
-    """``names`` for a message: numbers become ``*`` with a count, and a long list is cut."""
+    """``names`` for a message: numbers become ``*`` with a count, and a long list is cut; also a long name."""
     groups: dict[str, list[str]] = {}
-    for name in sorted(names, key=_natural):
+    for name in sorted(map(_printable, names), key=_natural):
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
     listed = [same[0] if len(same) == 1 else f"{pattern} ({len(same)})" for pattern, same in groups.items()]
     return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
+
+
+def _printable(name: str) -> str:
+    text = name if name.isprintable() else name.encode("unicode_escape").decode()
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 40]}...{text[-37:]}"

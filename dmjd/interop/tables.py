@@ -47,8 +47,9 @@ def with_positions(
     if REGISTERS in weights:
         return _beside_registers(weights, prefix, old, new)
     relative = any(name.endswith(BIAS_TABLE) or name == SHARED_TABLE for name in weights)
-    last_norm = "encoder.fc_norm.weight" if "encoder.fc_norm.weight" in weights else "encoder.norm.weight"
-    for name, width_of in ((POSITIONS, last_norm), (DECODER_POSITIONS, "decoder.norm.weight")):
+    norms = (f"encoder.{norm}.weight" for norm in ("fc_norm", "norm", "blocks.0.norm1", "blocks3.0.norm1"))
+    norm = next(filter(weights.__contains__, norms), "")  # the encoder of a segmentation model has no last one
+    for name, width_of in ((POSITIONS, norm), (DECODER_POSITIONS, "decoder.norm.weight")):
         table = weights.pop(name, None)
         if table is None:
             if name not in stored or relative or width_of not in weights:

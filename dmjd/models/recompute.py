@@ -51,7 +51,15 @@ def _recomputing(kind: type[nn.Module], policy: Policy | None) -> type[nn.Module
         def forward(self, *inputs: Any) -> Any:
             return checkpoint(super().forward, *inputs, use_reentrant=False, **contexts)
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _bare, (kind, policy), self.__dict__  # pickle does not find a class that is made here
+
     return Recomputing
+
+
+def _bare(kind: type[nn.Module], policy: Policy | None) -> nn.Module:
+    made = _recomputing(kind, policy)  # type: ignore[arg-type]  # classes hash
+    return made.__new__(made)
 
 
 _aten = torch.ops.aten

@@ -16,7 +16,9 @@ from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.convert import Converted, convert
 from dmjd.evaluate.encoder import load_encoder
 from dmjd.interop.state_file import grid_noted, read_state, write_state
+from dmjd.parallel import store
 from dmjd.positions import sincos_positions
+from dmjd.runs.checkpoint import newest
 from dmjd.runs.consolidate import consolidate
 from tests.interop import layout_states as states
 from tests.interop.layout_states import DIM, GRID, STATES, TABLE, TOKENS, State, draw
@@ -238,6 +240,20 @@ def test_a_consolidated_file_is_read_as_its_checkpoint_is(tmp_path: Path, finish
     run(file, tmp_path / "file.pth", "to=ours")
     run(finished_run, tmp_path / "folder.pth", "to=ours")
     same_bits(read_state(tmp_path / "file.pth").tensors, read_state(tmp_path / "folder.pth").tensors)
+
+
+def test_of_a_segmentation_run_the_encoder_is_converted_on_demand(tmp_path: Path, segmented_once: Path) -> None:
+    """Its head is of maps and no classifier."""
+    words = [f"input={segmented_once}", f"output={tmp_path / 'timm.pth'}", "to=timm"]
+    with pytest.raises(CheckpointError, match=r"unknown \(.*; dmjd convert with unknown=drop leaves them out\)"):
+        convert(compose("convert", words))
+    convert(compose("convert", [*words, "unknown=drop"]))
+    kept = read_state(tmp_path / "timm.pth").tensors
+    end = newest(segmented_once / "checkpoints")
+    assert end is not None
+    names = {name.removeprefix("model.") for name in store.read_model(end)}
+    encoder = {name.removeprefix("encoder.") for name in names if name.startswith("encoder.")}
+    assert kept.keys() == encoder | {"pos_embed"}
 
 
 def test_the_average_is_converted_on_demand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

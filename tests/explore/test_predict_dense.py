@@ -128,6 +128,23 @@ def test_maps_of_any_folder(
         assert (int(rows[4]["width"]), int(rows[4]["height"])) == image.size == (41, 150)
 
 
+def test_a_folder_as_a_data_set_gives_the_maps_of_its_images(
+    segmented_once: Path, scenes: Path, dmjd: Command, tmp_path: Path
+) -> None:
+    """data=folder has no maps of classes: the test's sizes are those of the run."""
+    val = tmp_path / "photos" / "val" / "a"
+    shutil.copytree(scenes / "train2017", tmp_path / "photos" / "train" / "a")
+    shutil.copytree(scenes / "val2017", val)
+    code, out, error = dmjd("predict", str(segmented_once), "data=folder", f"data.root={val.parents[1]}", *CPU)
+    assert code == 0, error
+    as_set = rows_of(Path(out.splitlines()[-1]))
+    code, out, error = dmjd("predict", str(segmented_once), str(val), *CPU)
+    assert code == 0, error
+    by_name = rows_of(Path(out.splitlines()[-1]))
+    classes = list(by_name[0])[5:]
+    assert [[row[name] for name in classes] for row in as_set] == [[row[name] for name in classes] for row in by_name]
+
+
 def test_detections_are_what_the_model_detects(detected_once: Path, scenes: Path, dmjd: Command) -> None:
     """Of the validation images, with the image and category ids of their annotation file."""
     code, out, error = dmjd("predict", str(detected_once), *CPU, "batch_size=2")

@@ -15,6 +15,7 @@ from dmjd.compose import compose
 from dmjd.errors import CheckpointError
 from dmjd.evaluate.convert import convert
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
+from dmjd.ops.images import normalise
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
@@ -123,3 +124,35 @@ def test_another_activation_is_rejected_and_values_of_other_types_are_not_used(t
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     with pytest.raises(CheckpointError, match="hidden_act='relu', and dmjd's encoders have gelu"):
         read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.01}))
+    with pytest.raises(CheckpointError, match=r"layer_norm_eps=0\.01, and dmjd's encoders have 1e-06"):
+        read(tmp_path)
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "usual": {"rescale_factor": 1 / 255},
+    "not rescaled": {"do_rescale": False, "image_mean": [127.5, 51.0, 0.0], "image_std": [63.75, 127.5, 255.0]},
+    "to -1..1": {"rescale_factor": 1 / 127.5},
+    "not normalised": {"do_normalize": False},
+}
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_pixels_are_normalised_as_by_the_processor_of_the_folder(case: str, tmp_path: Path) -> None:
+    saved("bare ViT", tmp_path)
+    options = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.25, 0.5, 0.5]} | PROCESSORS[case]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(options))
+    images = torch.randint(0, 256, (1, 32, 32, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    processor = transformers.ViTImageProcessor(**options, do_resize=False)
+    expected = processor(images=images[0].numpy(), return_tensors="pt", input_data_format="channels_last")
+    data = read(tmp_path).data
+    torch.testing.assert_close(normalise(images, data.mean, data.std), expected["pixel_values"])
+
+
+@pytest.mark.parametrize("std", [[1e-300, 0.5, 0.5], [True, True, True], ["0.5"] * 3, [0.0] * 3])
+def test_statistics_that_no_processor_has_are_not_used(std: list[Any], tmp_path: Path) -> None:
+    saved("bare ViT", tmp_path)
+    statistics = {"image_mean": [0.5, 0.5, 0.5], "image_std": std}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(statistics))
+    data = read(tmp_path).data
+    assert (data.mean, data.std) == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])

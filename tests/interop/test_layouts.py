@@ -206,13 +206,15 @@ def test_a_state_that_a_layout_has_is_not_peeled(kind: str) -> None:
     assert not left_out
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_named(value: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
+def test_weights_that_are_not_finite_in_float32_are_named(value: float) -> None:
     state = draw(states.mae())
+    state["blocks.1.norm1.bias"] = state["blocks.1.norm1.bias"].double()
     state["blocks.1.norm1.bias"][3] = value
     with pytest.raises(CheckpointError, match=r"NaN or infinity in blocks\.1\.norm1\.bias, .*nonfinite=keep"):
         LAYOUTS["mae"].read(state)
-    assert not LAYOUTS["mae"].read(state, keep_nonfinite=True)["encoder.blocks.1.norm1.bias"].isfinite().all()
+    kept = LAYOUTS["mae"].read(state, keep_nonfinite=True)["encoder.blocks.1.norm1.bias"]
+    assert torch.equal(kept, state["blocks.1.norm1.bias"]) or value != value
 
 
 def test_a_fine_tuned_swin_of_its_authors_is_read_and_written() -> None:
@@ -270,6 +272,17 @@ def test_simmims_head_is_of_pixels_and_another_is_left_out() -> None:
 def test_a_summary_counts_what_differs_in_numbers_alone() -> None:
     names = [f"blocks.{index}.norm1.weight" for index in range(12)] + ["norm.weight"]
     assert summary(names) == "blocks.*.norm1.weight (12), norm.weight"
+
+
+def test_a_summary_is_one_short_line() -> None:
+    assert summary(["a\nb.weight", "\u202ec.\x1b[31m"]) == "\\u202ec.\\x1b[31m, a\\nb.weight"
+    assert len(summary([f"{letter * 100_000}.weight" for letter in "abcdefgh"])) < 2000
+
+
+def test_a_mask_token_without_a_head_is_the_encoders() -> None:
+    plain = draw(states.vit(mask_token=True) | states.layer("norm", DIM))
+    layout, _ = detect(plain)
+    assert torch.equal(layout.read(plain)["encoder.mask_token"], plain["mask_token"])
 
 
 # What models compute

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import dmjd
 import dmjd.models.timm_models  # registers ConViT with timm
 from dmjd.compose import compose
 from dmjd.config import BackboneConfig, DataConfig
+from dmjd.errors import CheckpointError
+from dmjd.evaluate.encoder import load_encoder
 from dmjd.interop.timm import ARCHITECTURES, nearest_architecture, timm_call, timm_state
 from dmjd.keys import groups
 from dmjd.models.vit import ViTEncoder
 from dmjd.positions import sincos_positions
+from tests.interop.layout_states import State
 
 
 def on_meta(architecture: str, **arguments: Any) -> Any:
@@ -156,3 +161,47 @@ assert "timm" not in sys.modules and not any(name.startswith("dmjd.models") for 
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def of_dinov2(state: State) -> State:
+    return state | {"mask_token": torch.zeros(1, 192)}
+
+
+def in_training(state: State) -> dict[str, State]:
+    """Blocks in chunks of two, and a head beside the teacher's backbone."""
+    chunked = {
+        re.sub(r"^blocks\.(\d)", lambda found: f"blocks.{int(found[1]) // 2}.{found[1]}", name): value
+        for name, value in of_dinov2(state).items()
+    }
+    inside = {f"backbone.{name}": value for name, value in chunked.items()}
+    return {"teacher": inside | {"dino_head.mlp.0.weight": torch.zeros(4, 192)}}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("written", [dict, of_dinov2, in_training])
+@pytest.mark.parametrize("options", [{}, {"no_embed_class": True}], ids=["DINOv2", "DeiT III"])
+def test_layer_scales_are_computed_as_by_timm(
+    tmp_path: Path, options: dict[str, Any], written: Callable[[State], Any]
+) -> None:
+    sizes: dict[str, Any] = {
+        "img_size": 28,
+        "patch_size": 14,
+        "embed_dim": 192,
+        "depth": 4,
+        "num_heads": 3,
+        "num_classes": 0,
+    }
+    model = timm.models.VisionTransformer(**sizes, **options, init_values=1.0).eval()
+    for value in model.parameters():
+        value.add_(0.05 * torch.randn_like(value))
+    torch.save(written(model.state_dict()), tmp_path / "file.pth")
+    encoder = load_encoder(compose("knn", [f"checkpoint={tmp_path / 'file.pth'}", "device=cpu"])).encoder
+    images = torch.randn(2, 3, 28, 28)
+    torch.testing.assert_close(encoder(images), model.forward_features(images), rtol=1e-5, atol=1e-5)
+
+
+def test_norms_of_queries_are_an_error_that_names_them(tmp_path: Path) -> None:
+    model = timm.models.VisionTransformer(embed_dim=192, depth=1, num_heads=3, num_classes=0, qk_norm=True)
+    torch.save(model.state_dict(), tmp_path / "file.pth")
+    with pytest.raises(CheckpointError, match=r"it has encoder\.blocks\.0\.attn\.k_norm\.bias, .* use the model's own"):
+        load_encoder(compose("knn", [f"checkpoint={tmp_path / 'file.pth'}", "device=cpu"]))

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -276,6 +279,22 @@ def test_recomputation_changes_no_bit_of_a_gradient(rate: float) -> None:
     recomputed.set_grad_checkpointing(False)
     recomputed(make_images(4)).sum().backward()
     assert len(ran) == 3
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_a_model_with_recomputation_can_be_copied(copied: Callable[[Any], Any]) -> None:
+    """As by an average of weights, or by torch.save of a whole model."""
+    model = create()
+    model.set_grad_checkpointing()
+    found = copied(model)
+    ran = []
+    found.blocks3[0].attn.register_forward_pre_hook(lambda *_: ran.append(1))
+    for each in (model, found):
+        each(make_images()).square().sum().backward()
+    assert len(ran) == 2
+    expected = gradients(model)
+    assert gradients(found).keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in gradients(found).items())
 
 
 def silence(model: Any) -> list[tuple[Any, Any]]:
