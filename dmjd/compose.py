@@ -377,7 +377,8 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
             hint = f"; {key} is a key: write {key}=VALUE" if key in known or key in available else near(key, command)
             folder = Path(at_home(override))
             if (folder / "checkpoints").is_dir():
-                hint = f"; it is a run folder, and dmjd {command} takes {'one' if key_of_first(command) else 'none'}"
+                count = "only one" if key_of_first(command) else "no"
+                hint = f"; it is a run folder, and dmjd {command} takes {count} run folder"
             elif "data.root" in known and folder.is_dir():
                 hint = f": data.root={typed}"
             raise ConfigError(f"cannot parse {typed!r}; write key=value{hint if key else ''}")

@@ -245,8 +245,8 @@ def test_a_folder_is_described_by_what_it_is(dmjd: Command, tmp_path: Path, monk
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     rejected(dmjd("pretrain", "data=photos"), "data has no option 'photos'; data.root=photos reads")
     rejected(dmjd("pretrain", "photos"), "write key=value: data.root=photos")
-    rejected(dmjd("plan", "run"), "it is a run folder, and dmjd plan takes none")
-    rejected(dmjd("knn", "run", "run"), "it is a run folder, and dmjd knn takes one")
+    rejected(dmjd("plan", "run"), "it is a run folder, and dmjd plan takes no run folder")
+    rejected(dmjd("knn", "run", "run"), "it is a run folder, and dmjd knn takes only one run folder")
     assert dmjd("doctor", "run=run") == dmjd("doctor", "run")
 
 
