@@ -280,7 +280,7 @@ def test_a_chain_is_for_sites_that_do_not_requeue(tmp_path: Path) -> None:
         (
             "train",
             (),
-            "'train' cannot be submitted; did you mean pretrain? choose from pretrain, finetune, segment, detect, preflight, knn, linprobe",
+            "'train' cannot be submitted; did you mean pretrain? choose from pretrain, finetune, segment, detect",
         ),
         ("pretrain", ("site=nowhere",), "neither a file nor one of a100-40, a100-80, h100"),
         ("pretrain", ("nodes=two",), "nodes must be an integer above 0, got 'two'"),
