@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import io
 import logging
@@ -312,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     redact_output()
     # Read when torch is imported. By default its threads spin when they wait, also for one that has lost its core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's, which its commands inherit, may not be installed here
     begin()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[LogHandler()], force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
@@ -350,6 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would raise again
         return 141
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:  # os.getcwd()'s alone names nothing
+            return _fail("the current folder does not exist any more; change into another folder", 1)
         named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         return _fail(printable_message(named), 1)
     except MemoryError:

@@ -239,6 +239,21 @@ def test_help_ends_in_order_where_nothing_can_be_printed(closed: str, code: int,
     assert (done.returncode, len(done.stderr.splitlines())) == (code, errors), done.stderr
 
 
+def test_a_folder_that_is_gone_and_the_plots_of_a_notebook_are_no_tracebacks(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    run = shlex.quote(sys.executable)
+    command = f"cd gone && rmdir ../gone && exec {run} -m dmjd pretrain data.root=x --cfg"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent), "MPLBACKEND": "module://absent"}
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: the current folder does not exist any more; change into another folder\n")
+    program = "from dmjd.cli import main; assert main(['version']) == 0; import dmjd.charts"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_folder_is_described_by_what_it_is(dmjd: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from dataclasses import replace
@@ -38,6 +39,7 @@ from dmjd.redact import MARK, is_incomplete, shown
 STREAM = "stream"
 AUTO = {"fashion_mnist": 60000, "digits": 1437}
 """The data sets that ``data.name=auto`` selects from, and the size of their training split."""
+_MOST_TARS = 10_000_000
 _EXAMPLE = "'s3://bucket/train-{000000..000146}.tar'"
 
 _log = logging.getLogger("dmjd")
@@ -286,6 +288,12 @@ def fetch_ahead(
     return Prefetch(dataset.cache, dataset.shards, shard_sampler(dataset.sizes, batch_size), seed, columns)
 
 
+def _is_endless(pattern: str) -> bool:
+    """Whether the ranges in ``pattern`` expand to more locations than memory should hold."""
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)[.}]", pattern)
+    return math.prod(abs(int(last[:20]) - int(first[:20])) + 1 for first, last in ranges) > _MOST_TARS
+
+
 def _stream(config: DataConfig) -> TarStream:
     _check(config)
     if config.root is None:
@@ -303,6 +311,8 @@ def _stream(config: DataConfig) -> TarStream:
         from braceexpand import braceexpand
     except ModuleNotFoundError as error:
         raise ConfigError(f"data.name=stream needs {error.name}; pip install 'dmjd[remote]'") from error
+    if any(map(_is_endless, config.root.split("::"))):
+        raise ConfigError(f"data.root={shown(config.root)} names more than {_MOST_TARS:,} tars; give smaller ranges")
     try:
         locations = [location for pattern in config.root.split("::") for location in braceexpand(pattern)]
     except ValueError as error:

@@ -116,6 +116,8 @@ def _describe(error: Exception) -> tuple[str, str]:
     """Kind and fault of a :class:`BadImage`."""
     if isinstance(error, _Damage):
         return error.kind, str(error)
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):
+        error = error.__cause__  # fsspec's, for a host that does not answer
     if isinstance(error, FileNotFoundError):
         return "missing", "does not exist"
     if isinstance(error, tarfile.TarError):

@@ -177,6 +177,7 @@ def test_where_nothing_that_comes_can_be_used_the_run_stops_instead_of_hanging(
     [
         (DataError, "needs data.root, such as", {"root": None}),
         (DataError, "/absent/1.tar of data.root does not exist", {"root": "/absent/{1..2}.tar"}),
+        (ConfigError, "names more than 10,000,000 tars", {"root": "a.tar::b{000000..999999}/{0..99}.tar"}),
         (ConfigError, "has an unmatched brace", {"root": "pipe:cat {1..2.tar"}),
         (ConfigError, "needs data.samples", {"samples": None}),
         (ConfigError, "set data.check=none", {"check": "header"}),

@@ -72,6 +72,7 @@ def test_what_is_wrong_is_said(tar: Path, tmp_path: Path) -> None:
         (f"{tmp_path}/header", "unreadable", "is damaged at byte 2048: data follows after its end mark"),
         (f"{tmp_path}/absent", "missing", "does not exist"),
         (f"{tmp_path}", "unreadable", "cannot be read (Is a directory)"),
+        ("http://127.0.0.1:9/a.tar", "unreadable", "Connect call failed"),
         ("pipe:true", "truncated", "is truncated"),
         ("pipe:exit 4", "unreadable", "cannot be read (ended with exit code 4)"),
         (f"pipe:cat {tar}; exit 4", "unreadable", "cannot be read (ended with exit code 4)"),
