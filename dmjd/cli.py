@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import gc
 import io
 import logging
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dmjd import __version__
 from dmjd.config import PLANS, RENAMED, SCHEMAS, PretrainConfig
+from dmjd.config.fields import suggestion
 from dmjd.errors import ConfigError, Diverged, Interrupted, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.explore import TOOLS, Tool
@@ -131,7 +131,7 @@ def _report(arguments: Sequence[str]) -> None:
     from dmjd.report import paper_text, write_comparison, write_report
 
     keys = ("baseline", "output")
-    runs = [at_home(text) for text in arguments if text.partition("=")[0] not in keys]
+    runs = [_run_folder(text) for text in arguments if text.partition("=")[0] not in keys]
     options = {key: at_home(value) for key, _, value in (text.partition("=") for text in arguments) if key in keys}
     if not runs or (len(runs) == 1 and options):
         raise ConfigError(
@@ -225,11 +225,10 @@ def _submit(arguments: Sequence[str]) -> None:
 
 def _preflight(arguments: Sequence[str]) -> None:
     """Check the nodes of a job before a long run: dmjd preflight [finetune|segment|detect] key=value ..."""
-    from dmjd.cluster.submit import WARM, training_of
+    from dmjd.cluster.submit import training_of
     from dmjd.compose import compose, with_first_key
 
-    warm = "warm=true" in arguments
-    command, arguments = training_of([text for text in arguments if text not in WARM])
+    command, arguments, warm = training_of(arguments)
     config = compose(command, with_first_key(command, arguments))
     from dmjd.cluster.checks import report
     from dmjd.cluster.preflight import preflight
@@ -250,10 +249,15 @@ def _doctor(arguments: Sequence[str]) -> None:
 
     if len(arguments) != 1:
         raise ConfigError("dmjd doctor takes one run folder: dmjd doctor RUN")
-    for finding in examine(Path(at_home(arguments[0]))):
+    for finding in examine(Path(_run_folder(arguments[0]))):
         print(printable_message(finding.what))
         if finding.advice:
             print(f"    -> {printable_message(finding.advice)}")
+
+
+def _run_folder(text: str) -> str:
+    """The run folder of an argument without a key, which other commands name by run=RUN."""
+    return at_home(text if os.path.lexists(text) else text.removeprefix("run="))
 
 
 def _completion(arguments: Sequence[str]) -> None:
@@ -302,6 +306,7 @@ COMMANDS = {name: run for group in GROUPS.values() for name, run in group.items(
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0; 1 for a run that had to stop; 2 for an error of the user's input."""
     arguments = [text for text in (sys.argv[1:] if argv is None else argv) if not _local_rank(text)]
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # file names that are not UTF-8 are printed as they are
     redact_output()
@@ -312,15 +317,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("dmjd").setLevel(logging.INFO)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help", *arguments[2:]]
-    if not arguments or arguments[0] in _HELP:
-        print(_usage())
-        return 0
-    command, rest = "version" if arguments[0] == "--version" else arguments[0], arguments[1:]
+    command, *rest = arguments or ["--help"]
+    command = "version" if command in ("--version", "-V") else command
     try:
+        if command in _HELP:
+            print(_usage())
+            return 0
         if command not in _names():
-            near = difflib.get_close_matches(command, _names(), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(_names())}"
-            raise ConfigError(f"no command {redact(command)!r}; {hint}")
+            hint = suggestion(command, _names()) or f"; choose from {', '.join(_names())}"
+            raise ConfigError(f"no command {redact(command)!r}{hint}")
         rest = list(_overrides(rest))
         for former in RENAMED.keys() & {text.partition("=")[0] for text in rest}:
             if _rank() == 0:
@@ -345,7 +350,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would raise again
         return 141
     except OSError as error:
-        return _fail(str(error), 1)
+        named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        return _fail(printable_message(named), 1)
     except MemoryError:
         return _fail("out of memory; use smaller images, batches or models, or fewer workers", 1)
     except Interrupted as error:
@@ -378,6 +384,17 @@ _FLAGS = (*_HELP, "--cfg", "--dry-run")
 """Arguments without a value."""
 
 
+def _open_standard_streams() -> None:
+    """Open /dev/null for each of stdin, stdout and stderr that is closed: the next file would get its descriptor."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest descriptor that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+
+
 def _names() -> list[str]:
     return [*COMMANDS, *EVALUATIONS]
 
@@ -393,7 +410,8 @@ def _overrides(arguments: Sequence[str]) -> Iterator[str]:
         if not equals:
             value = next(left, "--")
             if value.startswith("--") or value in _FLAGS:
-                raise ConfigError(f"{redact(text)} needs a value: {redact(text)}=VALUE or {redact(key)}=VALUE")
+                hint = suggestion(text, _FLAGS)
+                raise ConfigError(f"{redact(text)} needs a value: {redact(text)}=VALUE or {redact(key)}=VALUE{hint}")
         yield f"{key.replace('-', '_')}={value}"
 
 
@@ -475,7 +493,7 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
     if command in ("demo", "preflight"):
         lines += ["", "keys: those of dmjd pretrain; see dmjd pretrain --help"]
     if command == "preflight":
-        lines[-1] += "; after finetune, segment or detect those of that command; warm=true also runs one step"
+        lines += ["      or of finetune, segment or detect, if it comes first", "warm=true: also run one training step"]
     if command == "submit":
         from dmjd.cluster.submit import OPTIONS, submittable
 

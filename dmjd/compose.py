@@ -375,7 +375,10 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
             raise ConfigError(f"{typed!r} is behind KEY=VALUE; write files and folders before the first KEY=VALUE")
         if not equals or not key:
             hint = f"; {key} is a key: write {key}=VALUE" if key in known or key in available else near(key, command)
-            if "data.root" in known and Path(override).expanduser().is_dir():
+            folder = Path(at_home(override))
+            if (folder / "checkpoints").is_dir():
+                hint = f"; it is a run folder, and dmjd {command} takes {'one' if key_of_first(command) else 'none'}"
+            elif "data.root" in known and folder.is_dir():
                 hint = f": data.root={typed}"
             raise ConfigError(f"cannot parse {typed!r}; write key=value{hint if key else ''}")
         if key in available:
@@ -385,6 +388,8 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
                     own = f"dmjd {command.replace('_', ' ')} has {', '.join(available[key])}"
                     raise ConfigError(f"preset={option} is of dmjd {command_of_preset(option)}; {own}")
                 hint = suggestion(option, available[key])
+                if key == "data" and Path(at_home(option)).is_dir():
+                    hint = f"; data.root={redact(option)} reads the images of a folder;"
                 if not hint or len(available[key]) <= FEW:
                     hint = f"{hint or ';'} choose from {', '.join(available[key])}"
                 raise ConfigError(f"{key} has no option {redact(option)!r}{hint}")

@@ -61,29 +61,24 @@ def replace_file(path: Path, content: bytes | str, mode: int = 0o666) -> None:
 
     ``mode``: permissions from the first byte on, minus the umask.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with suppress(FileNotFoundError):
-            os.unlink(draft)
-        with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with drafted(path) as draft, open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
 
 
 @contextmanager
 def drafted(path: Path) -> Iterator[Path]:
     """A path beside ``path`` to write to; the file there replaces ``path`` after the block, and is removed if that
-    raises."""
+    raises. An OSError names ``path``: that of a full disk names nothing."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
         yield draft
         draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(draft)) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

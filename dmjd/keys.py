@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import Field, fields
 from typing import Any, get_type_hints
 
@@ -135,7 +136,7 @@ def _closeness(typed: str, name: str) -> float:
     """How probable it is that ``name`` is meant by ``typed``, in 0..1."""
     (section, _, last), (own_section, _, own) = typed.lower().rpartition("."), name.rpartition(".")
     alike = difflib.SequenceMatcher(None, last, own).ratio()
-    if own == last or typed.lower().replace(".", "_") == own:
+    if own == last or re.sub(r"\W|__", "_", typed.lower()) in (own, name.replace(".", "_")):
         alike = 1.0
     elif ELSEWHERE.get(last) == own:
         alike = 0.95

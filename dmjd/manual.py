@@ -29,7 +29,7 @@ _MAX_WIDTH = 110
 _COLUMN = 36
 """Column of a key's type and allowed values."""
 
-_CONDITIONS = "(X) before a meaning: the key applies only if its section's name is X; (K=X): only if its key K is X"
+_CONDITIONS = "(X) before a meaning: the key applies only if SECTION.name=X; (K=X): only if SECTION.K=X"
 
 _OF_PLANS = (
     *("gpu", "gpus", "gpus_per_node", "images", "mfu", "data.root", "data.image_size", "epochs", "batch_size"),
@@ -79,31 +79,40 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "pretrain": (
         ("dmjd pretrain experiment=own_photos data.root=photos", "train on a folder of images"),
         ("dmjd pretrain experiment=mae_vit_base data.root=imagenet engine=ddp", "a published recipe, under torchrun"),
-        ("dmjd pretrain experiment=demo epochs=3 engine.device=cpu", "a small model and data set"),
+        ("dmjd pretrain experiment=demo epochs=3 engine.device=cpu", "a small model on a small data set"),
     ),
     "finetune": (
-        ("dmjd finetune runs/own_photos preset=own_photos", "from a run, on its images and their class folders"),
-        ("dmjd finetune runs/photos data.root=labelled data.val_percent=10", "on other images, with 10 % held out"),
+        ("dmjd finetune runs/own_photos preset=own_photos", "start from a run, train on its images in class folders"),
+        (
+            "dmjd finetune runs/photos data.root=labelled data.val_percent=10",
+            "train on other images, hold out 10 % for validation",
+        ),
         (
             "dmjd finetune mae.pth preset=mae_vit_base data.root=imagenet engine=ddp",
             "a published recipe, with torchrun",
         ),
     ),
     "segment": (
-        ("dmjd segment runs/photos data.root=ADEChallengeData2016", "from a run of pre-training"),
+        ("dmjd segment runs/photos data.root=ADEChallengeData2016", "start from a pre-training run"),
         (
             "dmjd segment mae.pth preset=ade20k_mae_vit_base data.root=ADEChallengeData2016 engine=ddp",
             "a published recipe, with torchrun",
         ),
-        ("dmjd segment runs/photos data.root=own data.reduce_zero_label=false batch_size=4", "own masks, class 0 too"),
+        (
+            "dmjd segment runs/photos data.root=own data.reduce_zero_label=false batch_size=4",
+            "own masks, in which 0 is a class",
+        ),
     ),
     "detect": (
-        ("dmjd detect runs/photos data.root=coco attention.window=14", "from a run of pre-training"),
+        ("dmjd detect runs/photos data.root=coco attention.window=14", "start from a pre-training run"),
         (
             "dmjd detect mae.pth preset=coco_vitdet_base data.root=coco engine=ddp",
             "a published recipe, with torchrun",
         ),
-        ("dmjd detect runs/photos data.root=own data.train=train data.val=val batch_size=4", "own COCO json files"),
+        (
+            "dmjd detect runs/photos data.root=own data.train=train data.val=val batch_size=4",
+            "own annotations in COCO's JSON format",
+        ),
     ),
     "demo": (
         ("dmjd demo", "train, evaluate and write a report"),
@@ -113,16 +122,16 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "plan": (
         ("dmjd plan data.root=photos gpu=rtx4090", "for the images of a folder"),
         ("dmjd plan experiment=mae_vit_large gpu=a100-80 gpus=32", "for ImageNet-1k on a cluster"),
-        ("dmjd plan detect preset=coco_vitdet_base gpu=a100-80 gpus=8", "of a detection; also finetune, segment"),
+        ("dmjd plan detect preset=coco_vitdet_base gpu=a100-80 gpus=8", "for detection; likewise finetune and segment"),
     ),
     "report": (
         ("dmjd report runs/photos", "runs/photos/report.html"),
-        ("dmjd report runs/photos runs/finetune", "a pre-training and a fine-tuning beside each other"),
-        ("dmjd report runs/* baseline=runs/a output=reports", "all runs, speedups against one, in another folder"),
+        ("dmjd report runs/photos runs/finetune", "compare a pre-training and a fine-tuning run"),
+        ("dmjd report runs/* baseline=runs/a output=reports", "compare all runs, with speedups over one of them"),
     ),
     "validate": (
-        ("dmjd validate runs/finetune", "the newest checkpoint, on the test images of the fine-tuning"),
-        ("dmjd validate runs/finetune which=best weights=ema", "the best checkpoint's moving average"),
+        ("dmjd validate runs/finetune", "the newest checkpoint, on the run's test images"),
+        ("dmjd validate runs/finetune which=best weights=ema", "the EMA weights of the best checkpoint"),
         ("dmjd validate runs/finetune data.root=others", "on other images of the same classes"),
     ),
     "miou": (
@@ -131,20 +140,23 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "dmjd miou runs/segment which=best test.flip=true test.scales=[.5,.75,1,1.25,1.5,1.75]",
             "multi-scale testing",
         ),
-        ("dmjd miou runs/segment test.mode=whole data.root=others", "whole images, of another folder"),
+        (
+            "dmjd miou runs/segment test.mode=whole data.root=others",
+            "whole images without windows, from another folder",
+        ),
     ),
     "ap": (
         ("dmjd ap runs/detect", "the newest checkpoint, on the validation images of the run"),
-        ("dmjd ap runs/detect which=best weights=ema", "the best checkpoint's moving average"),
-        ("dmjd ap runs/detect results=detections.json", "and the detections in COCO's results format"),
+        ("dmjd ap runs/detect which=best weights=ema", "the EMA weights of the best checkpoint"),
+        ("dmjd ap runs/detect results=detections.json", "also write the detections in COCO's results format"),
     ),
     "knn": (
-        ("dmjd knn runs/photos", "the newest checkpoint of a run, or of a fine-tuned run its encoder"),
+        ("dmjd knn runs/photos", "the newest checkpoint of a run (of a fine-tuned run, its encoder)"),
         ("dmjd knn runs/photos neighbours=[10,20,100] few_shot=1", "the best of several k, with 1 % of the labels"),
         ("dmjd knn mae.pth experiment=mae_vit_base data=folder data.root=imagenet", "a file of another code base"),
     ),
     "linprobe": (
-        ("dmjd linprobe runs/photos", "the newest checkpoint, by a rule that follows the number of images"),
+        ("dmjd linprobe runs/photos", "the newest checkpoint; settings depend on the number of images"),
         ("dmjd linprobe runs/photos protocol=dmjd", "a published protocol, on ImageNet"),
         ("dmjd linprobe runs/photos protocol=cached few_shot=10", "13 learning rates in one pass, 10 % of the labels"),
     ),
@@ -167,12 +179,15 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "predict": (
-        ("dmjd predict runs/finetune new_photos", "all images of a folder, by the classifier of a fine-tuning"),
+        ("dmjd predict runs/finetune new_photos", "all images of a folder, with a fine-tuned classifier"),
         (
             "dmjd predict runs/finetune a.jpg b.jpg probabilities=top5",
-            "two images, with five classes each",
+            "two images, with the five most probable classes",
         ),
-        ("dmjd predict runs/photos new_photos labelled=labelled.npz", "by the nearest images of a file of dmjd embed"),
+        (
+            "dmjd predict runs/photos new_photos labelled=labelled.npz",
+            "with kNN on the labelled images of a dmjd embed file",
+        ),
     ),
     "show": (
         ("dmjd show runs/photos", "test images of a run, as RUN/pictures/show*.png, which dmjd report includes"),
@@ -181,18 +196,21 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
-        ("dmjd export runs/tuned format=onnx weights=ema", "a fine-tuned run's classifier, its moving average"),
+        ("dmjd export runs/tuned format=onnx weights=ema", "a fine-tuned run's classifier, EMA weights"),
         ("dmjd export mae.pth experiment=mae_vit_base output=mae.safetensors", "a file of another code base"),
     ),
     "consolidate": (
-        ("dmjd consolidate runs/photos", "the newest checkpoint, inside of it"),
+        ("dmjd consolidate runs/photos", "the newest checkpoint; the file is written into its folder"),
         ("dmjd consolidate runs/photos output=model.safetensors shard_size=5GB", "to several files and an index"),
         ("dmjd consolidate runs/photos/checkpoints/step-00001000", "an earlier checkpoint"),
     ),
     "convert": (
         ("dmjd convert input=mae.pth output=timm.safetensors to=timm", "MAE's weights for timm"),
         ("dmjd convert input=runs/photos output=mae.pth to=mae", "a run for MAE's code"),
-        ("dmjd convert input=a.pth output=b.pth to=timm grid=[24,24]", "with interpolated positions"),
+        (
+            "dmjd convert input=a.pth output=b.pth to=timm grid=[24,24]",
+            "with position embeddings interpolated to 24x24 tokens",
+        ),
     ),
     "shards": (
         ("dmjd shards build photos shards", "write the images of a folder as tars"),
@@ -206,7 +224,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "preflight": (
         ("dmjd preflight data.root=photos", "check this machine"),
-        ("dmjd preflight finetune runs/photos warm=true", "for a fine-tuning; also run one step"),
+        ("dmjd preflight finetune runs/photos warm=true", "for dmjd finetune; also run one training step"),
         ("dmjd submit preflight data.root=imagenet nodes=4", "check the nodes of a job"),
     ),
     "doctor": (("dmjd doctor runs/photos", "why a run stopped or hangs"),),
@@ -226,14 +244,14 @@ OF_EVALUATIONS = (
 )
 
 OF_REPORT = (
-    "The paper's table of the runs, in the page and in the terminal, with published rows (†) of their methods:",
+    "The page and the terminal show the runs as in the paper's tables, with published rows (†) of the same methods:",
     *("  ETE         effective training epochs: views x epochs", "  Gh.         wall hours of pre-training on 8 GPUs"),
     *("  Ft.         top-1 of dmjd finetune", "  LP          top-1 of dmjd linprobe, by protocol"),
     "  kNN         top-1 of dmjd knn",
-    "Runs, fine-tunings and probes that differ in the seed only: mean ± standard deviation (number of seeds).",
-    "Scores under other settings or on other data have columns of their own.",
+    "Runs, fine-tunings and probes that differ only in the seed are one row: mean ± standard deviation (seeds).",
+    "Scores with other settings or on other data have their own columns.",
     "",
-    "baseline=RUN  the run that speedups are computed against, one of those that are compared",
+    "baseline=RUN  one of the compared runs; speedups are relative to it",
     "output=DIR    folder of the comparison; default: comparison, beside the runs",
 )
 """Help lines of ``dmjd report``."""

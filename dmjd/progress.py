@@ -29,6 +29,8 @@ LINE_SECONDS = 15.0
 """Between two lines where stderr is no terminal."""
 _SPEED_SECONDS = 30.0
 """Speed and remaining time are those of the last so many seconds."""
+_LONGEST_SECONDS = 1e10
+"""Greatest remaining time that is shown; timedelta has a limit."""
 _BAR = (10, 40)
 """Least and most columns of the bar."""
 _GAP = "  "
@@ -110,7 +112,7 @@ class Progress:
             rate = speed * self._images
             parts.append((3, f"{rate:.0f} img/s" if rate >= 10 else f"{rate:.2g} img/s"))
         if self.total and speed and self._done < self.total:
-            left = max(0.0, (self.total - done) / speed - (now - last))
+            left = min(max(0.0, (self.total - done) / speed - (now - last)), _LONGEST_SECONDS)
             parts.append((1, f"ETA {timedelta(seconds=round(left))}"))
         else:
             parts.append((1, f"{timedelta(seconds=round(now - self._begin))}"))

@@ -100,7 +100,7 @@ def json_items(file: BinaryIO, keys: Collection[str], limit: int = JSON_BYTES) -
         while True:
             key = text.value()
             if not isinstance(key, str) or key in seen:
-                raise text.error("its outermost object has a key twice" if key in seen else "a key is no string")
+                raise text.error("its outermost object has a key twice" if key in seen else "a key is not a string")
             seen.add(key)
             text.expect(":")
             if text.skip("["):
@@ -113,7 +113,7 @@ def json_items(file: BinaryIO, keys: Collection[str], limit: int = JSON_BYTES) -
                             break
                         text.expect(",")
             elif key in keys:
-                raise text.error(f"its {key} are no array")
+                raise text.error(f"its {key} is not an array")
             else:
                 text.value()
             if text.skip("}"):
@@ -211,11 +211,11 @@ def parse_weight_index(content: bytes) -> dict[str, str]:
     found = parse_json(content)
     listed = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(listed, dict) or not listed:
-        raise ValueError("it is no index of a sharded model, which has a weight_map of names and files")
+        raise ValueError("it is not an index of a sharded model, which has a weight_map of names and files")
     for name in listed.values():
         is_plain = isinstance(name, str) and name.isprintable() and Path(name).name == name and "\\" not in name
         if not is_plain or name in ("", ".."):
-            raise ValueError(f"its part {str(name)[:80]!r} is no file beside it; download the whole folder")
+            raise ValueError(f"its part {str(name)[:80]!r} is not a file beside it; download the whole folder")
     return listed
 
 
@@ -320,7 +320,7 @@ def _npy_header(
     fixed = file.read(len(_NPY) + 2)
     length = int.from_bytes(fixed[len(_NPY) :], "little")
     if fixed[: len(_NPY)] != _NPY or len(fixed) < len(_NPY) + 2 or length > _NPY_HEADER:
-        raise ValueError("it is no .npy file of version 1.0, or its header is too long")
+        raise ValueError("it is not a .npy file of version 1.0, or its header is too long")
     header = file.read(length)
     numbers = re.search(rb"'shape': \(([\d, ]{1,64})\)", header)
     shape = tuple(map(int, re.findall(rb"\d{1,15}", numbers[1]))) if numbers else ()
@@ -330,7 +330,7 @@ def _npy_header(
         if header.split() == known.encode().split() and len(shape) == dimensions:
             return dtype, shape
     kinds = " or ".join(str(np.lib.format.dtype_to_descr(dtype)) for dtype in dtypes)
-    raise ValueError(f"it is no {'one' if dimensions == 1 else 'two'}-dimensional array of {kinds}")
+    raise ValueError(f"it is not a {'one' if dimensions == 1 else 'two'}-dimensional array of {kinds}")
 
 
 def read_npz(

@@ -45,9 +45,9 @@ With disjoint masking two views of 75 of 196 tokens predict 150 of them, as in `
 PRESETS = """## Fine-tuning presets
 
 `dmjd finetune RUN preset=NAME data.root=DIR` fine-tunes a whole encoder with the published settings of a system. They
-have AdamW with betas .9 and .999, weight decay .05, a cosine to 1e-6, RandAugment rand-m9-mstd0.5-inc1, mixup .8,
+use AdamW with betas .9 and .999, weight decay .05, a cosine to 1e-6, RandAugment rand-m9-mstd0.5-inc1, mixup .8,
 cutmix 1, label smoothing .1, random erasing .25, crops of 8 to 100 % of the area at 224 pixels, and the mean of the
-patch tokens as feature; SimMIM's clip gradients at 5. If RUN is a run of dmjd, its own backbone and normalisation hold.
+patch tokens as feature; SimMIM's clip gradients at 5. If RUN is a run of dmjd, its backbone and normalisation are kept.
 The accuracies are those that the sources report on ImageNet-1k, after the pre-training of the column before; dmjd has
 not reproduced them.
 """
@@ -73,7 +73,7 @@ DENSE = """## Segmentation and detection presets
 
 `dmjd segment RUN preset=NAME data.root=DIR` trains an encoder with UPerNet on ADE20K in 160,000 steps of 16 images, and
 `dmjd detect RUN preset=NAME data.root=DIR` with Mask R-CNN on COCO. AdamW has betas .9 and .999.
-If RUN is a run of dmjd, its own backbone and normalisation hold. The scores are those that the sources report, after
+If RUN is a run of dmjd, its backbone and normalisation are kept. The scores are those that the sources report, after
 the pre-training of the column before; dmjd has not reproduced them.
 """
 

@@ -102,7 +102,7 @@ def test_help_of_report_explains_the_papers_columns(dmjd: Command) -> None:
     assert all(
         re.search(rf"^  {re.escape(title)} +\S", out, re.MULTILINE) for title in ("ETE", "Gh.", "Ft.", "LP", "kNN")
     )
-    assert "differ in the seed only: mean ± standard deviation" in out
+    assert "differ only in the seed are one row: mean ± standard deviation" in out
 
 
 def test_a_former_key_is_reported_once_and_by_rank_0_alone(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +232,24 @@ def test_the_package_is_the_program(tmp_path: Path) -> None:
     assert everything(tmp_path) == set()
 
 
+@pytest.mark.parametrize(("closed", "code", "errors"), [("<&- >&-", 0, 0), (">&- 2>&-", 0, 0), (">/dev/full", 1, 1)])
+def test_help_ends_in_order_where_nothing_can_be_printed(closed: str, code: int, errors: int) -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m dmjd --help {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, errors), done.stderr
+
+
+def test_a_folder_is_described_by_what_it_is(dmjd: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    rejected(dmjd("pretrain", "data=photos"), "data has no option 'photos'; data.root=photos reads")
+    rejected(dmjd("pretrain", "photos"), "write key=value: data.root=photos")
+    rejected(dmjd("plan", "run"), "it is a run folder, and dmjd plan takes none")
+    rejected(dmjd("knn", "run", "run"), "it is a run folder, and dmjd knn takes one")
+    assert dmjd("doctor", "run=run") == dmjd("doctor", "run")
+
+
 def test_ops_status_lists_the_kernel_of_each_op(dmjd: Command) -> None:
     code, out, err = dmjd("ops", "status")
     assert (code, err) == (0, "")
@@ -258,8 +276,13 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
     ("words", "parts"),
     [
         (["pretrian"], ["no command 'pretrian'; did you mean pretrain?"]),
+        (["PRETRAIN"], ["did you mean pretrain?"]),
+        (["test"], ["no command 'test'; choose from"]),
+        (["shards", "biuld"], ["did you mean build?"]),
         (["zzz"], ["'zzz'", "pretrain, finetune, segment, detect, demo, plan, report, embed", "knn, linprobe"]),
         (["pretrain", "--epochs"], ["--epochs needs a value: --epochs=VALUE or epochs=VALUE"]),
+        (["submit", "pretrain", "--dryrun"], ["did you mean --dry-run?"]),
+        (["submit", "Pretrain"], ["'Pretrain' cannot be submitted; did you mean pretrain?"]),
         (["pretrain", "--epochs", "--cfg"], ["--epochs needs a value"]),
         (["pretrain", "--epohcs=3"], ["epohcs is not a key; did you mean epochs?"]),
         (["knn", "lr=1e-3"], ["lr is not a key"]),
@@ -274,7 +297,7 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
         (["ops"], ["dmjd ops status"]),
         (["ops", "list"], ["dmjd ops status"]),
         (["knn"], ["checkpoint is required"]),
-        (["knn", "checkpoint=absent"], ["checkpoint=absent is not there"]),
+        (["knn", "checkpoint=absent"], ["checkpoint=absent does not exist"]),
         (["linprobe", "checkpoint=."], ["holds no complete checkpoint"]),
         (["pretrain", "--cfg", "job"], ["'job'"]),
     ],
@@ -303,7 +326,7 @@ def test_an_error_is_one_line_and_leaves_nothing(
         (["data=folder", "data.root=absent"], ["data.root=absent is not a folder"]),
         (["data=fashion_mnist", "data.root=."], ["data.root"]),
         (["run="], ["run"]),
-        (["run=taken"], ["run=taken is, or lies in, a file"]),
+        (["run=taken"], ["run=taken is a file or is below one"]),
         (["run=taken/run"], ["run=taken/run"]),
     ],
     ids=lambda value: " ".join(value),

@@ -72,7 +72,7 @@ def assert_complete(outcome: tuple[int, str, str], run: Path, data: str) -> None
     assert (run / "report.html").is_file()
     assert len(list((run / "evaluations").glob("*.json"))) == 4
     assert stored(run).data.name == data
-    assert len([line for line in error.splitlines() if line.startswith("data=auto takes")]) == 1
+    assert len([line for line in error.splitlines() if line.startswith("data=auto: using")]) == 1
 
 
 @pytest.mark.usefixtures("absent")
@@ -106,7 +106,7 @@ def test_a_run_on_digits_keeps_them_where_fashion_mnist_is_found(
     code, _, error = dmjd("pretrain", *words, "data=fashion_mnist")
     assert code == 2
     assert error.splitlines()[-1] == (
-        f"error: run={run} was started with data.name=digits and now data.name=fashion_mnist is asked for by "
+        f"error: run={run} was started with data.name=digits, and data.name=fashion_mnist is set now by "
         "data=fashion_mnist; leave data=fashion_mnist out, or name another folder"
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +17,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     replace_file(path, "before")
 
     def full_disk(self: Path, target: Path) -> Path:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*config\.yaml'"):
         replace_file(path, "after")
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path], "no draft stays behind"

@@ -116,10 +116,12 @@ def test_plan_shows_its_own_keys_first() -> None:
 
 def test_conditions_and_optional_sections_are_explained() -> None:
     texts = {command: " ".join(" ".join(page(command)).split()) for command in SCHEMAS}
-    condition = "(X) before a meaning: the key applies only if its section's name is X"
+    condition = "(X) before a meaning: the key applies only if SECTION.name=X"
     has_sections = {*PLANS, *PLANS.values(), "export", *WITH_DATA}
     assert {command for command, text in texts.items() if condition in text} == has_sections
-    optional = "data: Data set and augmentation. Data of pre-training, of which only the keys that are given differ"
+    optional = (
+        "data: Data set and augmentation. By default those of pre-training; keys that are set replace single values."
+    )
     of_runs = {"validate", "export", "miou", "ap"}
     assert {command for command, text in texts.items() if optional in text} == WITH_DATA - of_runs
     describing = "Model of a file of weights; not for runs."

@@ -10,9 +10,12 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from contextlib import suppress
 
 import pytest
+
+from dmjd import progress
 
 PROGRAM = """
 import contextlib, logging, os, sys, time, warnings
@@ -144,3 +147,13 @@ def test_a_command_goes_on_when_its_terminal_or_its_reader_is_gone() -> None:
         child.stderr.close()
         assert child.stdout.read() == "result\n"
         assert child.wait(60) == 0
+
+
+def test_the_remaining_time_has_a_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
+    with progress.Progress("step", 10**18) as bar:
+        for _ in range(2):
+            time.sleep(0.01)
+            bar.advance()
+    assert "ETA 115740 days" in capsys.readouterr().err

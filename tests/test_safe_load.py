@@ -136,13 +136,13 @@ def linked(metadata: Metadata) -> None:
 
 
 LIES: dict[str, tuple[Callable[[Metadata], None], str]] = {
-    "a file outside": (moved(relative_path="../outside.distcp"), "no file of shards"),
-    "a file far outside": (moved(relative_path="../../../outside.distcp"), "no file of shards"),
-    "an absolute path": (moved(relative_path="/dev/zero"), "no file of shards"),
-    "a longer way back": (moved(relative_path="./__0_0.distcp"), "no file of shards"),
-    "a file of other kind": (moved(relative_path="config.yaml"), "no file of shards"),
+    "a file outside": (moved(relative_path="../outside.distcp"), "not a file of shards"),
+    "a file far outside": (moved(relative_path="../../../outside.distcp"), "not a file of shards"),
+    "an absolute path": (moved(relative_path="/dev/zero"), "not a file of shards"),
+    "a longer way back": (moved(relative_path="./__0_0.distcp"), "not a file of shards"),
+    "a file of other kind": (moved(relative_path="config.yaml"), "not a file of shards"),
     "a newline": (moved(relative_path="__0_0.distcp\n"), "damaged"),
-    "a link": (linked, "no regular file"),
+    "a link": (linked, "not a regular file"),
     "no such file": (moved(relative_path="__7_0.distcp"), "No such file"),
     "behind the end": (moved(offset=1 << 40), "behind the end"),
     "an offset below 0": (moved(offset=-8), "cannot be"),
@@ -159,8 +159,8 @@ LIES: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "no chunk": (chunked(), "not slices"),
     "other axes": (chunked(((0,), (12,))), "not slices"),
     "bytes in the place of a tensor": (as_bytes, "BytesStorageMetadata"),
-    "a name that climbs": (renamed("parameter/../../x"), "no name of a tensor"),
-    "a name from the root": (renamed("/tmp/x"), "no name of a tensor"),
+    "a name that climbs": (renamed("parameter/../../x"), "not a name of a tensor"),
+    "a name from the root": (renamed("/tmp/x"), "not a name of a tensor"),
 }
 
 
@@ -537,7 +537,7 @@ def test_names_that_become_folders_do_not_climb(key: str, tmp_path: Path) -> Non
         {"param_shapes": [{"a": torch.Size([3]), key: torch.Size([3])}]}, tmp_path / "zero" / "x_optim_states.pt"
     )
     engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]), load_checkpoint=lambda *_, **__: 1 / 0)
-    with pytest.raises(CheckpointError, match="which is no name of a parameter") as caught:
+    with pytest.raises(CheckpointError, match="which is not a name of a parameter") as caught:
         zero_files.load(engine, tmp_path, alone(torch.device("cpu")), 2)
     assert "\n" not in str(caught.value)
 

@@ -53,5 +53,5 @@ def check_data_timeout(config: TrainConfig, processes: int) -> None:
         if processes > 1 and minutes >= getattr(engine, key):
             raise ConfigError(
                 f"data.timeout={minutes:g} must be below engine.{key}={getattr(engine, key):g} with several processes, "
-                "which end each other after that; lower the one or raise the other"
+                "where collectives time out after it; lower the first or raise the second"
             )

@@ -137,7 +137,9 @@ def build_detection(config: DetectConfig, num_classes: int, *, suppress: bool = 
         raise ConfigError(f"head.num_classes={classes} is less than the {num_classes} of the data; set it to null")
     if min(grid) < 2:
         height, width = image_size(config)
-        raise ConfigError(f"data.image_size {height}x{width} is less than two tokens, which a feature pyramid needs")
+        raise ConfigError(
+            f"data.image_size={height}x{width} is too small for a feature pyramid; set at least two patches per side"
+        )
     if config.engine.cuda_graphs:
         raise ConfigError("engine.cuda_graphs=true is not available in dmjd detect; set it to false")
     torch.manual_seed(config.seed)

@@ -41,7 +41,7 @@ def set_layers(objective: Trainable, decay: float, freeze: int = 0) -> None:
     depth = objective.model.encoder.layers_of_blocks
     if freeze > depth + 1:
         raise ConfigError(
-            f"freeze={freeze} exceeds the {depth + 1} layers of this encoder: the embeddings and {depth} blocks"
+            f"freeze={freeze} must be at most {depth + 1}, the layers of this encoder (embeddings and {depth} blocks)"
         )
     scales = {}
     for name, parameter, layer in _layers(objective):

@@ -160,7 +160,7 @@ def build_classification(config: FinetuneConfig, num_classes: int) -> Classifica
 
 def _check_heads(key: str, width: int, heads: int) -> None:
     if width % heads:
-        raise ConfigError(f"{key}={width} is not divisible by its num_heads={heads}")
+        raise ConfigError(f"{key}={width} is not divisible by its num_heads={heads}; change one of them")
 
 
 def build_objective(config: PretrainConfig, target_dim: int) -> Objective:

@@ -112,9 +112,13 @@ class Plan:
     def __init__(self, config: AnyPlanConfig, gpu: Accelerator | None = None) -> None:
         check_batch(config.batch_size, 1, config.gpus)  # it selects grad_accum_steps itself
         if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
-            raise ConfigError(f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}")
+            raise ConfigError(
+                f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}; change one of them"
+            )
         if config.gpus % replicas(config.engine, config.gpus, min(config.gpus_per_node, config.gpus)):
-            raise ConfigError(f"engine.replicas={config.engine.replicas} does not divide gpus={config.gpus}")
+            raise ConfigError(
+                f"engine.replicas={config.engine.replicas} does not divide gpus={config.gpus}; change one of them"
+            )
         self.config = config
         self.traced: dict[str, Activations] = {}
         self.gpu: Accelerator = ACCELERATORS[config.gpu] if gpu is None else gpu

@@ -171,7 +171,7 @@ def measure(dataset: ImageDataset) -> Images:
         except BadImage:
             continue  # the run counts and reports it
     if not sides:
-        raise DataError(f"none of the first {len(subset)} images of data.root can be read; see data.check=decode")
+        raise DataError(f"none of the first {len(subset)} images of data.root can be read; repair or replace them")
     sides.sort()
     return Images(len(dataset), sides[int(SMALLEST * len(sides))], int(median(sides)))
 
@@ -217,8 +217,8 @@ class _Rules:
             classes = _test_classes(data)
             if classes is None or classes < 2:
                 self.set("data.val_percent", 0.0)
-                reason = "they are too few" if classes is None else "that needs two class folders or more"
-                logger.info("recipe=small_data: all images are for training and none for scores, as %s", reason)
+                reason = "there are too few" if classes is None else "scores need at least two class folders"
+                logger.info("recipe=small_data: no images are held out for evaluation: %s", reason)
         return (classes or 0) > 1
 
     def apply_to_pretraining(self, config: PretrainConfig, images: Images, held_out: bool) -> None:

@@ -90,7 +90,7 @@ def build_schedule(config: TrainConfig, peak: float, steps_per_epoch: int) -> Ca
     if optim.schedule != "multistep":
         if optim.milestones:
             raise ConfigError(
-                f"optim.milestones belongs to optim.schedule=multistep, and the schedule is {optim.schedule}"
+                f"optim.milestones needs optim.schedule=multistep, got optim.schedule={optim.schedule}; leave it out"
             )
         total = config.epochs * steps_per_epoch
         decay = {"cosine": cosine, "linear": linear}[optim.schedule]

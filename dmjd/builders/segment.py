@@ -148,13 +148,13 @@ def check_test(config: SegmentConfig) -> None:
         raise ConfigError("test.scales must hold at least one number, got []")
     if test.mode == "slide" and test.stride and (test.stride[0] > window[0] or test.stride[1] > window[1]):
         raise ConfigError(
-            f"test.stride={test.stride} exceeds data.image_size={window}, the size of the windows, so pixels between "
+            f"test.stride={test.stride} exceeds data.image_size={window}, the window size, so pixels between "
             "windows would have no class; set a smaller one"
         )
     if test.mode == "whole" and config.backbone.positions in ("relative", "learned_relative"):
         raise ConfigError(
-            f"test.mode=whole encodes images of any size, and backbone.positions={config.backbone.positions} has "
-            "tables for data.image_size alone; set test.mode=slide"
+            f"test.mode=whole needs an encoder for any image size, and backbone.positions={config.backbone.positions} "
+            "works for data.image_size only; set test.mode=slide"
         )
 
 

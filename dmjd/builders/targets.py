@@ -59,15 +59,19 @@ def check_teacher_engine(config: PretrainConfig, engine: str) -> None:
     name = f"target.name={config.target.name}"
     engines = " or ".join(key for key, spec in ENGINES.items() if spec.teacher)
     if TARGETS[config.target.name].average and not ENGINES[engine].teacher:
-        raise ConfigError(f"{name} needs a whole average on every process: engine={engines}, got engine.name={engine}")
+        raise ConfigError(
+            f"{name} needs all EMA weights on every process; set engine={engines}, got engine.name={engine}"
+        )
 
 
 def _check_teacher(config: PretrainConfig, name: str) -> None:
     if config.ema_decay is None:
-        raise ConfigError(f"{name} needs ema_decay, of the average that teaches, such as .9998")
+        raise ConfigError(f"{name} needs ema_decay, the decay of its EMA teacher, such as ema_decay=0.9998")
     backbones = " or ".join(key for key, spec in BACKBONES.items() if spec.one_grid)
     if not BACKBONES[config.backbone.name].one_grid:
-        raise ConfigError(f"{name} needs backbone.name={backbones}, whose last blocks share a grid")
+        raise ConfigError(f"{name} needs backbone.name={backbones}, got backbone.name={config.backbone.name}")
     check_teacher_engine(config, config.engine.name)
     if config.target.layers > config.backbone.depth:
-        raise ConfigError(f"target.layers={config.target.layers} exceeds backbone.depth={config.backbone.depth}")
+        raise ConfigError(
+            f"target.layers={config.target.layers} must be at most backbone.depth={config.backbone.depth}"
+        )

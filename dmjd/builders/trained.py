@@ -53,7 +53,7 @@ def trained_objective(folder: Path, trained: TrainConfig, weights: str = "traine
         found = store.read_average(folder) if weights == "ema" else store.read_model(folder)
         if not found:
             raise ConfigError(
-                f"weights=ema, but {folder} has no average; train with ema_decay=..., or use weights=trained"
+                f"weights=ema, but {folder} has no EMA weights; train with ema_decay=..., or use weights=trained"
             )
         if objective.state_dict().keys() - dict(objective.named_parameters()).keys():
             found |= read_buffers(folder, average=weights == "ema")

@@ -116,7 +116,9 @@ def _saved(path: Path, weights: str) -> dict[str, Tensor]:
         raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     found = store.read_average(path) if weights == "ema" else store.read_model(path)
     if not found:
-        raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
+        raise ConfigError(
+            f"weights=ema, but {path} has no EMA weights; train with ema_decay=..., or use weights=trained"
+        )
     return found
 
 

@@ -39,9 +39,12 @@ _SLURM_ADVICE = (
         r"PENDING.*(PartitionTimeLimit|PartitionNodeLimit|BadConstraints|PerJobLimit|InvalidAccount|InvalidQOS)",
         "it exceeds a limit: scancel {job}, and submit again with another time, nodes, partition, qos or account",
     ),
-    (r"PENDING", "nothing: the job is queued; `squeue --start` may estimate its start"),
+    (r"PENDING", "wait: the job is queued; `squeue --start` may estimate its start"),
     (r"SUSPENDED", "scontrol resume {job}: a user or a job of higher priority has suspended it"),
-    (r"OUT_OF_MEMORY", "a node's memory was full: fewer workers, or --mem=0 for all of it; dmjd submit again resumes"),
+    (
+        r"OUT_OF_MEMORY",
+        "a node ran out of host memory: use fewer workers, or --mem=0 for all of it; dmjd submit again resumes",
+    ),
     (r"CANCELLED", "a user or Slurm cancelled it: dmjd submit again resumes"),
     (r"TIMEOUT", "a longer lead such as --signal=USR1@600 leaves time to save; dmjd submit again resumes"),
 )
@@ -49,9 +52,9 @@ _SLURM_ADVICE = (
 
 _PHASE_ADVICE = {
     "start": "the first start compiles and reads the index of the data, which may take minutes",
-    "data": "no batch arrives: check the disk of the data, workers and data.cache",
-    "checkpoint": "the disk of the run folder does not accept the checkpoint: check its quota and its servers",
-    "evaluate": "an evaluation on one rank keeps the others waiting; a larger online_knn.every_epochs",
+    "data": "the next batch is not loaded: check the disk of the data, workers and data.cache",
+    "checkpoint": "the checkpoint is not written: check quota and servers of the run folder's disk",
+    "evaluate": "an evaluation runs on one rank while the others wait; a larger online_knn.every_epochs reduces this",
 }
 
 _PROCESS_STATES = {
@@ -128,9 +131,15 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     unreadable = sorted({*ranks_with_heartbeat(run)} - {beat.rank for beat in read_heartbeats(run)})
     if unreadable:
         what = f"the heartbeat of rank(s) {', '.join(map(str, unreadable))} is damaged"
-        findings.append(Finding(f"{what}, as after a node or a disk failed", "nothing: the next launch replaces it"))
+        findings.append(
+            Finding(f"{what}, as after a node or a disk failed", "nothing to do: the next launch replaces it")
+        )
     if rejected:
-        findings.append(Finding(f"another launch was rejected meanwhile: {rejected}", "nothing, if this one is meant"))
+        findings.append(
+            Finding(
+                f"another launch was rejected meanwhile: {rejected}", "nothing to do if this run is the intended one"
+            )
+        )
     if job:
         advice = next((text for pattern, text in _SLURM_ADVICE if re.match(pattern, state or "")), "")
         findings.append(Finding(f"Slurm: job {job} is {state}", advice.format(job=job)))

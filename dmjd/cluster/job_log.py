@@ -19,11 +19,12 @@ LINE_LENGTH = 2_000
 # fmt: off
 PATTERNS = (
     (r"CUDA out of memory|torch\.OutOfMemoryError", "a GPU ran out of memory",
-     "a larger engine.grad_accum_steps, engine.activation_checkpointing=full, or more GPUs"),
+     "use a larger engine.grad_accum_steps, engine.activation_checkpointing=full, or more GPUs"),
     (r"oom[-_ ]kill|Out [Oo]f [Mm]emory: Killed|Detected \d+ oom", "the host ran out of memory and killed a process",
-     "fewer workers, or --mem=0 in the job's header for all memory of the node"),
-    (r"[Bb]us error|unable to mmap|No space left on device.*shm|shared memory", "a data worker got no shared memory",
-     "a larger /dev/shm (docker: --ipc=host), or fewer workers; dmjd preflight measures it"),
+     "use fewer workers, or --mem=0 in the job's header for all memory of the node"),
+    (r"[Bb]us error|unable to mmap|No space left on device.*shm|shared memory",
+     "a DataLoader worker ran out of shared memory",
+     "use a larger /dev/shm (docker: --ipc=host) or fewer workers; dmjd preflight measures it"),
     (r"No space left on device|Disk quota exceeded", "a disk was full",
      "free space or lower keep_checkpoints; the same command resumes"),
     (r"uncorrectable ECC|Xid.*(48|63|64|79|94|95)|CUDA error: unspecified launch failure", "a GPU failed",
@@ -31,16 +32,18 @@ PATTERNS = (
     (r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (recv|send)", "a collective timed out",
      "see the rank that is behind"),
     (r"Rendezvous(Connection|Timeout|Closed)?Error.*timed out|RendezvousTimeoutError|gai error",
-     "the nodes did not find each other", "DMJD_RENDEZVOUS=static and the right GLOO_SOCKET_IFNAME in the site file"),
+     "the rendezvous of the nodes timed out",
+     "set DMJD_RENDEZVOUS=static and the right GLOO_SOCKET_IFNAME in the site file"),
     (r"connectFullMesh|Connection refused.*127\.0\.0\.1", "gloo connected to the loopback address: a host name "
-     "resolves to it", "GLOO_SOCKET_IFNAME=eth0, or another interface that `ip address` lists, in the site file"),
+     "resolves to it", "set GLOO_SOCKET_IFNAME=eth0, or another interface that `ip address` lists, in the site file"),
     (r"Address already in use|EADDRINUSE", "the port of the rendezvous was taken",
      "submit again: another job uses another port"),
     (r"Connection (reset|closed) by peer|Broken pipe|NCCL.*remote process exited", "the connection to a rank was lost",
      "see the first error in the log, which is that of the rank that died"),
     (r"NODE_FAIL|Node failure on|DUE TO NODE FAILURE", "a node failed",
      "nothing: Slurm requeues the job; exclude a node that fails again (sbatch --exclude=NODE)"),
-    (r"DUE TO TIME LIMIT", "the time limit was reached before the run had saved", "a longer lead: --signal=USR1@600"),
+    (r"DUE TO TIME LIMIT", "the time limit was reached before the run had saved",
+     "leave more time to save: --signal=USR1@600"),
 )
 # fmt: on
 """(pattern, cause, advice), causes before their consequences"""

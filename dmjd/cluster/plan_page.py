@@ -45,7 +45,7 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
     rows += [(name, *map(_gib, plan.state(name))) for name in engines]
     yield from _table(rows)
     yield ""
-    yield "Activations by engine.activation_checkpointing (weights: copies in the precision of computation)"
+    yield "Activations by engine.activation_checkpointing (weights: autocast copies)"
     rows = [("mode", "weights, GiB", "saved for backward, MiB per image", "peak, MiB per image")]
     for mode in plan.modes:
         some = plan.activations(mode)

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 import dmjd
 from dmjd.builders import build_tokenizer, check_data_timeout
-from dmjd.builders.auto import resolve_engine
 from dmjd.builders.step import TrainStep
 from dmjd.builders.tasks import builders_of, classes_of
 from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, run_checks
@@ -41,7 +40,7 @@ from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, alone, join_world
 from dmjd.runs.folder import RunFolder
-from dmjd.train.loop import downstream_task, resolved
+from dmjd.train.loop import downstream_task, resolve_pretraining, resolved
 
 Build = Callable[[World], TrainStep[Any]]
 
@@ -191,9 +190,9 @@ def preflight(config: TrainConfig, warm: bool = False) -> list[Check]:
     world = join_world(select_device(config.engine.device), config.engine)
     broken = False
     try:
+        config, parameters, build = _model(config, world)
         check_batch(config.batch_size, config.engine.grad_accum_steps, world.size)
         check_data_timeout(config, world.size)
-        config, parameters, build = _model(config, world)
         facts = measure(config, world)
         checks = run_checks(facts, need(config, world, parameters))
         broken = any(fact.all_reduce_error for fact in facts)
@@ -213,14 +212,14 @@ def preflight(config: TrainConfig, warm: bool = False) -> list[Check]:
 def _model(config: TrainConfig, world: World) -> tuple[TrainConfig, int, Build]:
     """The configuration as the run resolves it, the parameters of its model, and the function that builds its step."""
     builders, classes = builders_of(config), 0
+    run = RunFolder(Path(config.run))
     if isinstance(config, PretrainConfig):
-        run, given = RunFolder(Path(config.run)), config
-        config = world.on_main(lambda: resolve_engine(given, world, run.engine_before))
+        config = resolved(config, run, world, resolve_pretraining)
         world.all_or_none(partial(build_tokenizer, config))
     else:
         assert isinstance(config, DownstreamConfig)
         resolve, _ = downstream_task(config)
-        config = resolved(config, RunFolder(Path(config.run)), world, resolve)
+        config = resolved(config, run, world, resolve)
         classes = classes_of(config)
     with torch.device("meta"):
         objective, _ = builders.objective_and_inputs(config, classes, builders.pair)

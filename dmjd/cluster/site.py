@@ -53,7 +53,7 @@ def read_site(path: Path) -> dict[str, str]:
             )
         name, value = match.groups()
         if name.startswith("DMJD_") and name not in VARIABLES:
-            raise ConfigError(f"line {number} of {path}: {name} is none of {', '.join(VARIABLES)}")
+            raise ConfigError(f"line {number} of {path}: {name} must be one of {', '.join(VARIABLES)}")
         if value and VARIABLES.get(name) and value not in VARIABLES[name]:
             raise ConfigError(f"line {number} of {path}: {name} must be {' or '.join(VARIABLES[name])}, got {value!r}")
         site[name] = value

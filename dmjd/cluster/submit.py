@@ -23,10 +23,12 @@ from dmjd.cluster.site import missing_here, read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose, with_first_key
 from dmjd.config import PLANS, PretrainConfig, check_batch
+from dmjd.config.fields import suggestion
+from dmjd.config.parse import parse
 from dmjd.errors import ConfigError, StorageError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.explore import TOOLS
-from dmjd.files import at_home, replace_file
+from dmjd.files import at_home, obstacle, replace_file
 from dmjd.redact import MARK, is_secret, redact
 from dmjd.resources import launchers_dir
 from dmjd.source import START, snapshot
@@ -34,11 +36,11 @@ from dmjd.source import START, snapshot
 OPTIONS = {
     "site": "site file: a name in launchers/slurm/sites, or a path",
     "nodes": "number of nodes",
-    "min_nodes": "continue a launch that loses nodes on those left, if at least so many are; default: requeue the job",
-    "gpus": "GPUs on each node; default: those of the site",
+    "min_nodes": "elastic launch: if nodes fail, continue on at least this many nodes; default: requeue the job",
+    "gpus": "GPUs per node; default: the site file's",
     "time": "time limit of one launch in Slurm's format, such as 24:00:00",
-    "array": "indices of a job array, such as 0-2; %a in an argument is replaced by the index",
-    "chain": "number of jobs, each of which starts after the one before; for sites without requeueing",
+    "array": "indices of a job array, such as 0-2; %a in arguments is replaced by the index",
+    "chain": "number of jobs to run one after another, for sites that do not requeue jobs",
     "name": "name of the job; default: dmjd-RUN",
     "account": "sbatch --account",
     "partition": "sbatch --partition",
@@ -51,14 +53,16 @@ PRETRAIN = PretrainConfig.command
 _HEADER_OPTIONS = ("time", "array", "account", "partition", "qos", "constraint")
 
 
-def training_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The training that preflight checks, and its arguments: its name may be the first, and is pretrain without it."""
+def training_of(arguments: Sequence[str]) -> tuple[str, list[str], bool]:
+    """Of the arguments of preflight: the training that it checks, whose name may be the first and is pretrain without
+    it; the overrides of its configuration; the value of warm, which is no override."""
     first = [text for text in arguments[:1] if text in PLANS]
-    return (first or [PRETRAIN])[0], list(arguments[len(first) :])
+    overrides = [text for text in arguments[len(first) :] if not text.startswith(_WARM)]
+    warm = [parse("warm", text.removeprefix(_WARM), bool, {}) for text in arguments if text.startswith(_WARM)]
+    return (first or [PRETRAIN])[0], overrides, any(warm[-1:])
 
 
-WARM = ("warm=true", "warm=false")
-"""The argument of preflight that is no override of the configuration."""
+_WARM = "warm="
 
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Variables of Slurm that sbatch needs. It exports its environment, and variables of a surrounding job would make the
@@ -116,10 +120,11 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         ConfigError: if an option or the configuration of the command is wrong.
     """
     if command not in submittable():
-        raise ConfigError(f"{command!r} cannot be submitted; choose from {', '.join(submittable())}")
+        hint = suggestion(command, submittable())
+        raise ConfigError(f"{command!r} cannot be submitted{hint or ';'} choose from {', '.join(submittable())}")
     arguments = [_at_home(argument) for argument in arguments]
     own = [text for text in arguments if text.partition("=")[0] not in OPTIONS]
-    of, own = training_of(own) if command == "preflight" else (command, own)
+    of, own, warm = training_of(own) if command == "preflight" else (command, own, False)
     own = with_first_key(of, own)
     options = _options(arguments)
     trains = command in PLANS
@@ -138,7 +143,9 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     if "min_nodes" in options:
         least = _count(options, "min_nodes", None)
         if not trains or least >= nodes:
-            raise ConfigError(f"min_nodes={least} must be below nodes={nodes}, for {', '.join(PLANS)} alone")
+            raise ConfigError(
+                f"min_nodes={least} must be below nodes={nodes}, and needs one of the commands {', '.join(PLANS)}"
+            )
         if site.get("DMJD_RENDEZVOUS") == "static":
             raise ConfigError("min_nodes needs DMJD_RENDEZVOUS=c10d; the site file has DMJD_RENDEZVOUS=static")
     if chain > 1 and "array" in options:
@@ -151,6 +158,8 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     if several and processes > 1 and not any(argument.startswith("engine=") for argument in own):
         own.insert(0, "engine=ddp")
     folder = _folder(config, array="array" in options)
+    if what := obstacle(folder, folder=True):
+        raise ConfigError(f"run={config.run} is {what}; name a folder")
     container = site.get("DMJD_CONTAINER") or None
     if trains and container is None and (folder / "config.yaml").is_file():
         from dmjd.runs.folder import RunFolder  # imports torch, which takes seconds; most runs are new
@@ -185,6 +194,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         own.insert(0, command)
     elif of != command and of != PRETRAIN:
         own.insert(0, of)
+    own += ["warm=true"] * warm
     script = _render(template, header, exports, own)
     hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}
     redacted = {name: value and redact(value) for name, value in header.items()}
@@ -221,8 +231,7 @@ def _compose(command: str, own: Sequence[str], array: str | None) -> Any:
     index = "%a" if array is None else first[0] if first else "0"
 
     def composed(index: str) -> Any:
-        overrides = [text if text.startswith("run=") else text.replace("%a", index) for text in own if text not in WARM]
-        return compose(command, overrides)
+        return compose(command, [text if text.startswith("run=") else text.replace("%a", index) for text in own])
 
     config = composed(index)
     if command not in on_one_gpu() and array is not None and composed(f"1{index}").run != config.run:

@@ -40,18 +40,19 @@ class DataConfig:
     """Data set and augmentation.
 
     name: Data set. folder: image files, in class folders or flat. shards: indexed tars (`dmjd shards build`). stream:
-        tars read front to back (docs/data.md). fashion_mnist, digits: small data sets. auto: Fashion-MNIST if it is
+        tars read sequentially (docs/data.md). fashion_mnist, digits: small data sets. auto: Fashion-MNIST if it is
         found or can be downloaded, else digits.
     root: Folder of the images. shards: also a URL. stream: paths, URLs or pipe: commands, joined by "::".
     val_percent: (folder) Percentage of the images that are held out of training for evaluations, chosen by a hash of
         each image's path below root. 0: none. Shards: `dmjd shards build SRC DST val_percent=10`.
-    val_seed: (folder) Seed of that choice.
-    endings: (folder) Endings of image files, separated by spaces, in upper or lower case. Files with other endings are
-        skipped and counted. null: all of docs/data.md; a run stores the list, and keeps it.
-    skip_undecodable: (folder) Skip and count files whose decoder is not installed (HEIC needs pillow-heif), instead of
-        an error. Their endings are left out of the stored data.endings.
-    skipped_folders: (folder) Names of folders to skip, separated by spaces. null: those of docs/data.md; a run stores
-        the list, and keeps it.
+    val_seed: (folder) Seed that chooses the held-out images of val_percent.
+    endings: (folder) File name extensions of images, separated by spaces; upper and lower case are equal. Files with
+        other extensions are skipped and counted. null: all in docs/data.md. The run stores the list and keeps it when
+        resumed.
+    skip_undecodable: (folder) Skip and count files whose decoder is not installed (HEIC needs pillow-heif), and leave
+        their extensions out of the stored data.endings. false: stop with an error.
+    skipped_folders: (folder) Names of folders to skip, separated by spaces. null: those in docs/data.md. The run stores
+        the list and keeps it when resumed.
     image_size: Height and width of the model's input, in pixels; one number for a square.
     channels: Image channels, 1 (grey) or 3 (RGB).
     pad: (fashion_mnist, digits) Black border added on each side, in pixels.
@@ -70,8 +71,8 @@ class DataConfig:
     interpolation: Interpolation (antialiased) that resizes crops to image_size.
     crop_pct: Center crop of evaluations, as a fraction of the image's shorter side. 0.875 is a 224-pixel crop of an
         image resized to 256.
-    second_size: Height and width of a second copy of the same crop, for targets that read another input size (dvae:
-        112 for 224). Resized with Lanczos, as in BEiT.
+    second_size: Height and width of a second copy of the same crop, for targets with another input size (dvae: 112 for
+        224). Resized with Lanczos, as in BEiT.
     flip: Random horizontal flip with probability 0.5.
     jitter: Color jitter strength of brightness, contrast and saturation. 0 disables it.
     mean: Per-channel mean for normalisation, for pixel values in 0..1.
@@ -82,7 +83,7 @@ class DataConfig:
     root: str | None = may_change(path(between="::"), where="shards")  # checkpoints store which images it holds
     val_percent: float = number(0.0, least=0, below=100)
     val_seed: int = number(0, least=0, below=2**32)
-    endings: str | None = found_at_start(naming(None, "endings such as .jpg .png, or be null"))
+    endings: str | None = found_at_start(naming(None, "file name extensions such as .jpg .png, or be null"))
     skip_undecodable: bool = may_change(False)
     skipped_folders: str | None = found_at_start(None)
     image_size: list[int] = size(224, 224, least=1, most=16_384)

@@ -24,13 +24,13 @@ from dmjd.config.step import FinetuneOptimConfig
 
 @dataclass
 class AttentionConfig:
-    """Attention of an encoder's ViT blocks over the large grid of a whole image.
+    """Attention of the encoder's ViT blocks, for images larger than in pre-training.
 
-    window: Side of the windows in tokens. null: attention over the whole grid in every block.
-    global_blocks: Blocks, from 0, of convvit within stage 3, that attend over the whole grid although window is set.
-        null: four, evenly spaced (2, 5, 8, 11 of 12 blocks).
-    relative_positions: decomposed: learned biases of rows and columns in each block, which begin at 0 (ViTDet). none:
-        those of the encoder alone.
+    window: Window size of windowed attention, in tokens per side. null: global attention in every block.
+    global_blocks: Blocks with global attention if window is set, counted from 0; for convvit within stage 3. null:
+        four, evenly spaced (2, 5, 8, 11 of 12 blocks).
+    relative_positions: decomposed: ViTDet's learned biases of rows and columns in each block, initialised to 0. none:
+        only the encoder's own position encoding.
     """
 
     window: int | None = number(None, least=1)
@@ -42,15 +42,15 @@ class AttentionConfig:
 class UperNetConfig:
     """UPerNet head, with an auxiliary FCN head in training.
 
-    maps: Four blocks of a ViT, from 0 and ascending, whose outputs the head reads; the last is the encoder's last
-        block. null: those at 1/3, 1/2, 2/3 and the end, which are 3, 5, 7, 11 of 12 blocks. The other backbones give
-        the outputs of their stages.
+    maps: Four ViT blocks whose outputs the head reads, counted from 0, in ascending order. The last must be the
+        encoder's last block. null: blocks at 1/3, 1/2, 2/3 and the end (3, 5, 7, 11 of 12). Other backbones give the
+        outputs of their stages.
     channels: Width of the head.
-    pool_scales: Sides of the pooled grids of the pyramid pooling module.
+    pool_scales: Grid sizes of the pyramid pooling module.
     dropout: Dropout rate of channels before the classifiers.
     auxiliary_channels: Width of the auxiliary head.
-    auxiliary_weight: Weight of its loss. 0: no auxiliary head.
-    num_classes: Number of classes. null: that of the data, which the run stores.
+    auxiliary_weight: Loss weight of the auxiliary head. 0: no auxiliary head.
+    num_classes: Number of classes. null: taken from the data set, and stored in the run.
     """
 
     maps: list[int] | None = field(default=None)
@@ -71,15 +71,15 @@ class MaskRCNNConfig:
     channels: Width of the pyramid and of the heads.
     rpn_convs: Convolutions of the region proposal network.
     box_convs: Convolutions of the box head, before one linear layer.
-    box_width: Width of that linear layer.
+    box_width: Width of the linear layer of the box head.
     mask_convs: Convolutions of the mask head.
-    proposals_before: Proposals of each level before non-maximum suppression, in training; half of it in testing. An
-        object that is smaller than the anchors has dozens of equal proposals, so that few hundreds lose objects.
-    proposals: Proposals of an image after it.
-    samples: Proposals of an image that the heads are trained on, at most a quarter of them on objects.
-    detections: Detections of an image, at most.
-    min_score: Lowest score of a detection.
-    num_classes: Number of classes. null: that of the data, which the run stores.
+    proposals_before: Proposals per level before non-maximum suppression (NMS), in training; half as many in testing. An
+        object smaller than the anchors has dozens of equal proposals, so a few hundred proposals would miss objects.
+    proposals: Proposals per image after NMS.
+    samples: Proposals per image on which the heads are trained, at most a quarter of them positive.
+    detections: Maximum number of detections per image.
+    min_score: Minimum score of a detection.
+    num_classes: Number of classes. null: taken from the data set, and stored in the run.
     """
 
     pyramid: str = choice("auto", "simple", "fpn")
@@ -123,16 +123,17 @@ class SegmentDataConfig(DenseDataConfig):
     """Images with a class for each pixel, and their augmentation (mmsegmentation's for ADE20K).
 
     root: Folder of the data set.
-    name: ade20k: images/{training,validation}/*.jpg and annotations/{training,validation}/*.png below root. The number
-        of a class is the value of a grey or palette PNG; 255 is no class. Names of classes: one in each line of
-        root/classes.txt, else those of root/objectInfo150.txt.
+    name: ade20k: images/{training,validation}/*.jpg and annotations/{training,validation}/*.png below root. A pixel's
+        class number is its value in a grey or palette PNG; 255: no class. Class names: one per line in
+        root/classes.txt, else from root/objectInfo150.txt.
     image_size: Height and width of training crops and of the windows of slide testing, in pixels.
-    resize: Shorter and longest side, in pixels, into which an image is resized without distortion.
-    resize_ratio: Range of the random factor of resize in training.
-    max_class_share: Another crop is tried, up to ten times, while one class covers this share of its labelled pixels or
-        more. 1: the first crop is taken.
-    distortion: Random brightness, contrast, saturation and hue (PhotoMetricDistortion).
-    reduce_zero_label: 0 is no class: it is ignored, and class 1 becomes 0.
+    resize: Limits of the shorter and the longer side, in pixels: images are resized to the largest size within both,
+        without distortion.
+    resize_ratio: Range of the random factor on resize in training.
+    max_class_share: A crop is drawn again, up to ten times, while one class covers this share of its labelled pixels or
+        more (mmsegmentation's cat_max_ratio). 1: never.
+    distortion: Random brightness, contrast, saturation and hue (mmsegmentation's PhotoMetricDistortion).
+    reduce_zero_label: Ignore class 0 of the masks, and number class n as n - 1.
     """
 
     name: str = choice("ade20k")
@@ -150,11 +151,12 @@ class DetectDataConfig(DenseDataConfig):
 
     root: Folder of the data set.
     name: coco: root/train2017/*.jpg and root/annotations/instances_train2017.json, likewise val2017.
-    train: Name of the training images: of their folder, and of annotations/instances_NAME.json.
-    val: Name of the validation images, as for train.
-    image_size: Height and width in pixels to which images are resized without distortion, and padded at the bottom and
+    train: Name of the training split: of its image folder and of annotations/instances_NAME.json.
+    val: Name of the validation split, likewise.
+    image_size: Height and width in pixels. Images are resized to fit, without distortion, and padded at the bottom and
         the right.
-    scale: Range of the random factor of that size in training; larger images are cropped, smaller ones padded.
+    scale: Range of the random factor on image_size in training (large-scale jitter). Larger images are cropped, smaller
+        ones padded.
     """
 
     name: str = choice("coco")
@@ -179,11 +181,12 @@ class DenseOptimConfig(FinetuneOptimConfig):
 
 @dataclass
 class SegmentTestConfig:
-    """How an image is tested.
+    """Inference on an image.
 
-    mode: slide: overlapping windows of data.image_size, whose logits are averaged. whole: the resized image at once.
-    stride: Height and width of the steps between windows, in pixels. null: two thirds of a window, 341 of 512.
-    scales: Factors of data.resize; with several, or with flip, the probabilities of all of them are averaged.
+    mode: slide: sliding windows of data.image_size, whose logits are averaged. whole: the resized image in one pass.
+    stride: Stride of the sliding windows, as height and width in pixels. null: two thirds of a window, 341 of 512.
+    scales: Scale factors on data.resize (multi-scale testing). With several scales, or with flip, class probabilities
+        are averaged.
     flip: Also average over the mirrored image.
     """
 
@@ -202,7 +205,7 @@ def window_stride(stride: Sequence[int] | None, window: Sequence[int]) -> list[i
 class SegmentConfig(DownstreamConfig):
     """Semantic segmentation: an encoder with a UPerNet head. Defaults: ADE20K with a ViT-B, 160,000 steps of 16 images.
 
-    test: Testing of the validations (`dmjd miou` takes others).
+    test: Used in the run's validations (`dmjd miou` has its own).
     """
 
     run: str = may_change(path("runs/segment", of="a folder"))
@@ -219,8 +222,9 @@ class SegmentConfig(DownstreamConfig):
 
 @dataclass
 class DetectConfig(DownstreamConfig):
-    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: rates of ViTDet-B on COCO; its
-    preset also has attention in windows."""
+    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: optimizer of ViTDet-B on COCO;
+    preset=coco_vitdet_base adds its windowed attention.
+    """
 
     run: str = may_change(path("runs/detect", of="a folder"))
     epochs: int = positive(100)

@@ -13,16 +13,15 @@ from dmjd.config.pretrain import PretrainConfig
 class EncoderConfig:
     """A trained encoder to evaluate or export.
 
-    checkpoint: Run folder (its newest checkpoint), a checkpoint folder, or a file of weights of dmjd or of another
-        code base.
-    which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, segmentation or detection,
-        with the highest validation score.
-    model: Model of a file of weights; not for runs. By default it follows from the file's tensors. experiment=NAME or
-        backbone=NAME set it, backbone.KEY=VALUE single values.
+    checkpoint: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base.
+    which: Checkpoint of a run folder. newest: with the most steps. best: with the highest validation score (of
+        fine-tuning, segmentation and detection runs).
+    model: Model of a file of weights; not for runs. By default it is inferred from the file's tensors. experiment=NAME
+        or backbone=NAME sets the whole model, backbone.KEY=VALUE a single value.
     output: Output path. Default: beside the checkpoint.
-    weights: trained: weights of the last step; of a file with a student and a teacher (DINO, iBOT) the teacher.
-        untrained: weights at initialisation. ema: exponential moving average (of a run with ema_decay, or of a file
-        that has one). student: the student of a file with a teacher.
+    weights: trained: the trained weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT).
+        untrained: initial weights. ema: exponential moving average, if the run (ema_decay) or the file has one.
+        student: the student's weights of such a file.
     """
 
     checkpoint: str = path("???")
@@ -41,13 +40,13 @@ class ImagesConfig(EncoderConfig):
 
     workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
     device: auto: CUDA if available, else CPU.
-    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images, data=NAME
-        is another data set in the run's size and normalisation.
+    data: By default those of pre-training; keys that are set replace single values. data.root=DIR reads the images of
+        another folder, data=NAME another data set in the run's image size and normalisation.
     data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 
     workers: int | None = number(None, least=0)
-    device: str = choice("auto", "cpu", "cuda")
+    device: str = choice("auto", "cpu", "cuda", rejected={"gpu": "is called cuda"})
     data: DataConfig | None = None
     data_keys: list[str] | None = recorded()
 
@@ -60,12 +59,12 @@ class EvaluationConfig(ImagesConfig):
         file without its suffix.
     pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
     train_images: Maximum number of training images, evenly spaced. null: all.
-    few_shot: Percentage of each class's training images that are used, such as 1 or 10: a fixed choice by the files'
-        names, at least one image of each class. null: all.
-    labels: Text file with the name of an image in each line: only these training images are used, such as ImageNet's
-        published lists of 1 % and 10 %.
-    untrained: Also evaluate the initial weights, as a baseline beside the score (doubles the time). null: if that is
-        cheap (docs/evaluation.md).
+    few_shot: Percentage of each class's training images to use, such as 1 or 10; at least one image of each class. The
+        choice depends on the file names only. null: all.
+    labels: Text file with one image name per line: only these training images are used. ImageNet's published lists of 1
+        % and 10 % have this form. null: all.
+    untrained: Also evaluate the initial weights, as a baseline; doubles the time. null: only if that is cheap
+        (docs/evaluation.md).
     """
 
     pooling: str = choice("mean", "cls")
@@ -79,21 +78,22 @@ class EvaluationConfig(ImagesConfig):
 class ExportConfig(EncoderConfig):
     """Export an encoder or a whole model for timm, ONNX, torch.export or Hugging Face.
 
-    format: timm: .safetensors file for timm.create_model. onnx: .onnx file with a dynamic batch (needs the extra
-        dmjd[onnx]). torch_export: .pt2 file for torch.export.load, likewise. Of segmentation and detection runs these
-        two hold the whole model, for images of data.image_size; of detection for one image. huggingface: folder for
-        transformers' ViTModel (ViT with a class token). huggingface_mae: folder for ViTMAEForPreTraining, with the
-        decoder (target pixels and square images).
-    output: Output file or folder. Default: RUN/export/encoder-..., of a fine-tuning RUN/export/classifier-..., of a
-        whole model segmentation-... or detection-....
-    weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
-        weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
-        initialisation. ema: exponential moving average. student: the student of a file with a teacher.
+    format: timm: .safetensors file for timm.create_model. onnx: .onnx file with a dynamic batch size (needs the extra
+        dmjd[onnx]). torch_export: .pt2 file for torch.export.load, also with a dynamic batch size. Of segmentation and
+        detection runs, onnx and torch_export hold the whole model, for images of data.image_size (detection: one
+        image). huggingface: folder for transformers' ViTModel (ViT with a class token). huggingface_mae: folder for
+        ViTMAEForPreTraining, with the decoder (target pixels and square images).
+    output: Output file or folder. Default: RUN/export/NAME-..., where NAME is encoder, classifier, segmentation or
+        detection.
+    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else trained. trained: the trained
+        weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT). untrained: initial weights. ema:
+        exponential moving average, if the run (ema_decay) or the file has one. student: the student's weights of such a
+        file.
     dtype: Data type of the exported tensors. onnx, torch_export: fp32 only.
     shard_size: (huggingface, huggingface_mae) Maximum size of a file of weights, such as 5GB; larger weights are split
         into model-00001-of-0000N.safetensors and an index. null: one file.
-    data: For a file of weights: image_size, channels, mean and std of the export, of which only the keys that are given
-        differ from the file's.
+    data: For a file of weights: image_size, channels, mean and std of the export. By default those of the file; keys
+        that are set replace single values.
     data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 
@@ -133,19 +133,19 @@ class ConvertConfig:
 
     input: File of weights, or a dmjd run folder or checkpoint.
     output: Output file. Its suffix sets the format: .safetensors, .pth or .pt.
-    source: Code base whose parameter names the input has. ours: this package. dmjd: the official DMJD code. auto:
-        detected from the names.
-    to: Code base whose parameter names the output has, as for source.
+    source: Code base of the input's parameter names. ours: this package. dmjd: the official DMJD code. auto: detected
+        from the names.
+    to: Code base of the output's parameter names, as for source.
     grid: Height and width in tokens to which position embeddings and relative position biases are interpolated. null:
-        keep.
-    source_grid: Height and width in tokens of the input's position embeddings, needed only if they are not square and
-        learned.
+        no interpolation.
+    source_grid: Height and width in tokens of the input's position embeddings. Needed only for learned embeddings of a
+        grid that is not square.
     bias_tables: Relative position biases. shared: one table for all blocks. per_block: one table per block. auto: the
         output's usual form.
-    unknown: Parameter names that the source does not have. refuse: stop with an error. drop: leave them out.
-    nonfinite: Weights that hold NaN or infinity. refuse: stop with an error. keep: convert them.
-    weights: trained: weights of the last step; of a file with a student and a teacher the teacher. ema: exponential
-        moving average, if the input has one. student: the student of a file with a teacher.
+    unknown: Parameter names that the source does not have. refuse: stop with an error. drop: leave these tensors out.
+    nonfinite: Weights with NaN or infinity. refuse: stop with an error. keep: convert them.
+    weights: trained: the trained weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT). ema:
+        exponential moving average, if the input has one. student: the student's weights of such a file.
     """
 
     input: str = path("???")

@@ -26,6 +26,13 @@ FLOAT_LIMIT = 1e6
 """A bound without meaning for the field, which keeps computations with the number finite; left out of ``--help``."""
 
 
+INTEGER_LIMIT = 10**12
+"""Greatest integer of any field, so that products of two, such as steps, fit 64 bits."""
+
+_SIMILAR = 0.7
+"""Least similarity of a suggestion: gpu is not cpu."""
+
+
 def choice(default: str, *others: str, rejected: Mapping[str, str] | None = None) -> Any:
     """One of a few strings. ``rejected``: value that users may expect -> reason why it is not supported."""
     return field(default=default, metadata={"choices": (default, *others), "rejected": rejected or {}})
@@ -166,7 +173,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
                 reason = suggestion(str(single).lower(), known) if why is None else f", which {why}"
                 raise ConfigError(f"{key} must be one of {', '.join(sorted(known))}, got {single!r}{reason}")
         if "names" in item.metadata and value is not None and not value.strip():
-            raise ConfigError(f"{key} must name {item.metadata['names']}, got nothing")
+            raise ConfigError(f"{key} must name {item.metadata['names']}, got an empty value")
         if "path" in item.metadata and value is not None:
             for single in value if isinstance(value, list) else [value]:
                 _check_path(key, single)
@@ -180,7 +187,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
 def _check_path(key: str, path: str) -> None:
     if path == "":
-        raise ConfigError(f"{key} must be a path, got nothing; is a variable of the shell empty?")
+        raise ConfigError(f"{key} must be a path, got an empty value; check that the shell variable in it is set")
     if path.startswith("~"):
         raise ConfigError(
             f"{key}={path}: there is no user {path[1:].partition('/')[0]}; ./{path} is a path of that name"
@@ -212,6 +219,8 @@ def is_fraction(metadata: Mapping[str, Any]) -> bool:
 
 def _check_bounds(key: str, value: float, metadata: Mapping[str, Any]) -> None:
     bounds = metadata["bounds"]
+    if isinstance(value, int) and value > INTEGER_LIMIT:
+        bounds = {**bounds, "most": INTEGER_LIMIT}
     if math.isfinite(value) and all(_BOUNDS[name][0](value, bound) for name, bound in bounds.items()):
         return
     cure = ""
@@ -224,8 +233,24 @@ def _check_bounds(key: str, value: float, metadata: Mapping[str, Any]) -> None:
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """``; did you mean NAME?`` for the closest of ``names``, or nothing."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = closest(name, names)
+    return f"; did you mean {near}?" if near else ""
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that is most similar to ``name``, in any case and with - for _; None if none is.
+
+    The shortest name that begins with ``name`` comes first.
+    """
+    typed = _plain(name)
+    known = {_plain(each): each for each in sorted(names, key=len, reverse=True)}
+    begun = [each for each in known if len(typed) > 2 and each.startswith(typed)]
+    near = difflib.get_close_matches(typed, known, n=1, cutoff=_SIMILAR)
+    return known[min(begun, key=len)] if begun else known[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
 
 
 def dataclass_of(annotation: Any) -> type | None:

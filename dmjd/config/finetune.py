@@ -15,15 +15,16 @@ from dmjd.config.train import TrainConfig
 class DownstreamConfig(TrainConfig):
     """Training of a whole encoder with the head of a task.
 
-    ema_decay: Decay of an exponential moving average of the model's weights, which is validated and exported. null: no
-        average.
-    init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. Its
-        backbone, channels and normalisation hold unless they are typed. null: an untrained encoder. Ignored when
-        resuming.
-    weights: Initial weights of init. trained: all; of a file with a student and a teacher the teacher. ema: their
-        exponential moving average. student: the student of a file with a teacher. untrained: none, only the
-        configuration of init is read.
-    freeze: Leading layers that are not trained. 1: the embeddings. n+1: the embeddings and the first n blocks.
+    ema_decay: Decay of an exponential moving average (EMA) of the model's weights. The EMA is validated and exported.
+        null: no EMA.
+    init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. Backbone,
+        channels and normalisation are those of init unless they are set on the command line. null: an untrained
+        encoder. Ignored when resuming.
+    weights: Weights of init to start from. trained: the trained weights; the teacher's, if a file holds a student and a
+        teacher (DINO, iBOT). ema: exponential moving average. student: the student's weights of such a file. untrained:
+        random weights; only the configuration of init is read.
+    freeze: Number of frozen layers, from the input. 0: none. 1: the embeddings. n + 1: the embeddings and the first n
+        blocks.
     val_every: Epochs between validations; the last epoch is always validated.
     """
 
@@ -38,14 +39,15 @@ class DownstreamConfig(TrainConfig):
 class FinetuneConfig(DownstreamConfig):
     """Fine-tuning of a whole encoder with a classification head. Defaults: MAE's for ViT-B.
 
-    init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. Its
-        backbone, channels and normalisation hold unless they are typed, and its image size and a run's data set unless
-        they are typed or set by the preset. null: an untrained encoder. Ignored when resuming.
-    few_shot: Percentage of each class's training images that are used, such as 1 or 10: a fixed choice by the files'
-        names, at least one image of each class. null: all.
-    labels: Text file with the name of an image in each line: only these training images are used.
-    recipe: none: keys that are not typed have the preset's values. small_data: at the first start, the schedule and the
-        augmentation follow the number of training images.
+    init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. Backbone,
+        channels and normalisation are those of init unless they are set on the command line. Image size, and the data
+        set of a run, are those of init unless the command line or the preset sets them. null: an untrained encoder.
+        Ignored when resuming.
+    few_shot: Percentage of each class's training images to use, such as 1 or 10; at least one image of each class. The
+        choice depends on the file names only. null: all.
+    labels: Text file with one image name per line: only these training images are used. null: all.
+    recipe: none: keys that are not set keep the preset's values. small_data: at the first start, the schedule and the
+        augmentation are chosen from the number of training images.
     """
 
     run: str = may_change(path("runs/finetune", of="a folder"))

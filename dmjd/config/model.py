@@ -56,7 +56,7 @@ class ConvStagesConfig:
     """
 
     embed_dims: list[int] = numbers(256, 384, length=2, above=0)
-    depths: list[int] = numbers(2, 2, length=2, least=0)
+    depths: list[int] = numbers(2, 2, length=2, least=0, most=1024)
     mlp_ratios: list[float] = numbers(8.0, 8.0, length=2, above=0, most=1000)
 
 
@@ -69,7 +69,7 @@ class WindowsConfig:
     size: Window size, in tokens.
     """
 
-    depths: list[int] = numbers(2, 2, 18, 2, length=4, above=0)
+    depths: list[int] = numbers(2, 2, 18, 2, length=4, above=0, most=1024)
     num_heads: list[int] = numbers(4, 8, 16, 32, length=4, above=0)
     size: int = positive(6)
 
@@ -79,7 +79,7 @@ class BackboneConfig:
     """Encoder. For convvit, embed_dim, depth, num_heads and mlp_ratio belong to stage 3 (a ViT).
 
     name: Architecture. vit: ViT. convvit: ConvMAE's convolution and ViT stages. swin: Swin.
-    patch_size: Pixels per token side. Must be 16 for convvit and 32 for swin.
+    patch_size: Patch size in pixels. Must be 16 for convvit and 32 for swin.
     embed_dim: Embedding dimension. swin: of the last stage.
     depth: Transformer blocks. swin: set by windows.depths.
     num_heads: Attention heads. swin: set by windows.num_heads.
@@ -88,11 +88,12 @@ class BackboneConfig:
     masked_tokens: drop: the encoder processes visible tokens only (MAE). mask_token: masked tokens are replaced by a
         learned embedding (BEiT, SimMIM).
     drop_path: Stochastic depth rate of the last block; increases linearly from 0 with depth.
-    positions: (vit) Position encoding. sincos: fixed sine-cosine. learned: learned embedding per position.
-        relative: BEiT's relative position bias. learned_relative: both of the latter, as CAE's fine-tuned models.
+    positions: (vit) Position encoding. sincos: fixed sine-cosine. learned: learned embedding per position. relative:
+        BEiT's relative position bias. learned_relative: learned embedding and relative position bias, as in CAE's
+        fine-tuned models.
     bias_tables: (positions=relative, learned_relative) Tables of the relative position bias. shared: one for all
         blocks, as in pre-training. per_block: one per block, as in the fine-tuning of BEiT and SimMIM.
-    block: (vit) plain: timm's block. beit: BEiT's block, without a bias of the keys and with optional layer_scale.
+    block: (vit) plain: timm's block. beit: BEiT's block; its key projection has no bias, and layer_scale is optional.
     layer_scale: (block=beit) Initial value of LayerScale. null: no LayerScale.
     multi_scale: (convvit) Add the outputs of stages 1 and 2 to the encoder's output during pre-training.
     """
@@ -100,7 +101,7 @@ class BackboneConfig:
     name: str = choice_of(BACKBONES)
     patch_size: int = positive(16)
     embed_dim: int = positive(768)
-    depth: int = positive(12)
+    depth: int = number(12, above=0, most=1024)
     num_heads: int = positive(12)
     mlp_ratio: float = number(4.0, above=0, most=1000)
     class_token: bool = True
@@ -129,7 +130,7 @@ class DecoderConfig:
 
     name: str = choice("mae", "linear")
     dim: int = positive(512)
-    depth: int = positive(8)
+    depth: int = number(8, above=0, most=1024)
     num_heads: int = positive(16)
     mlp_ratio: float = number(4.0, above=0, most=1000)
 
@@ -155,9 +156,9 @@ class MethodConfig:
     name: Name of the method, for logs and reports only.
     mim_loss: Loss on masked tokens. cross_entropy if and only if the target is a class index (dvae, vqkd).
     mim_weight: Weight of mim_loss (the paper's lambda). The visible branch's loss has weight 1.
-    beta: Difference at which smooth L1 changes from quadratic to linear, in the visible branch's loss and in
-        mim_loss=smooth_l1.
-    initialisation: Weight initialisation, as in that method's official code.
+    beta: Beta of the smooth L1 loss, in the visible branch and for mim_loss=smooth_l1: the difference at which the loss
+        changes from quadratic to linear.
+    initialisation: Weight initialisation, as in the official code of the named method.
     """
 
     name: str = "dmjd"
@@ -177,21 +178,21 @@ class TargetConfig:
         CLIP features. dvae: codes of DALL-E's dVAE. vqkd: codes of BEiT v2. teacher: features of the encoder's EMA, as
         in data2vec.
     norm: Normalisation. layernorm (hog, clip, teacher): mean 0 and variance 1 of each vector. l2 (hog): unit length of
-        each vector. patch (pixels): mean 0 and variance 1 of each patch, MAE's norm_pix_loss. dvae and vqkd need none.
-        A vector is a token's features, or for hog the histogram of one cell and channel.
+        each vector. patch (pixels): mean 0 and variance 1 of each patch, MAE's norm_pix_loss. dvae and vqkd: none. A
+        vector holds a token's features; for hog, the histogram of one cell and channel.
     cell: (hog) Cell size in pixels. null: half a patch.
     bins: (hog) Orientation bins per cell.
-    flavour: (hog) Variant. dmjd, maskfeat (with norm=l2), maskfeat_gauss: as those codes. skimage: as
-        skimage.feature.hog.
-    unbiased: (pixels, norm=patch) Divide by the unbiased variance, as MAE.
+    flavour: (hog) Variant. dmjd: official DMJD code. maskfeat (with norm=l2): official MaskFeat code. maskfeat_gauss:
+        MaskFeat in MMPreTrain. skimage: skimage.feature.hog.
+    unbiased: (pixels, norm=patch) Divide by the unbiased variance, as in MAE.
     weights: (clip, dvae, vqkd) Local file of the target model's weights. Nothing is downloaded.
-    model: (clip) open_clip model name of the weights.
+    model: (clip) open_clip's name of the model whose weights target.weights holds.
     dim: (clip) Feature dimension.
     layer: (clip) Index of the block whose output is used; -1 is the last.
     ln_post: (clip) Apply the final LayerNorm.
     projected: (clip) Apply the projection to the image-text space.
     codes: (dvae, vqkd) Codebook size.
-    layers: (teacher) Number of last blocks whose outputs are averaged. Needs ema_decay.
+    layers: (teacher) Number of blocks, counted from the last, whose outputs are averaged. Needs ema_decay.
     """
 
     name: str = choice_of(TARGETS)
@@ -215,12 +216,12 @@ class HeadConfig:
     """Classification head.
 
     pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
-    norm: pooled: the encoder's final norm is dropped, and a new LayerNorm follows the pooling. encoder: the encoder's
-        final norm, then pooling.
-    init_std: Standard deviation of the truncated normal distribution from which the head's weights are drawn.
+    norm: pooled: a new LayerNorm after the pooling, in place of the encoder's final norm. encoder: the encoder's final
+        norm, before the pooling.
+    init_std: Standard deviation of the head's initial weights (truncated normal distribution).
     init_scale: Factor of the head's initial weights.
     dropout: Dropout rate before the head.
-    num_classes: Number of classes. null: that of the data, which the run stores.
+    num_classes: Number of classes. null: taken from the data set, and stored in the run.
     """
 
     pooling: str = choice("mean", "cls")

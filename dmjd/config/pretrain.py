@@ -37,12 +37,14 @@ class OnlineKnnConfig:
 class PretrainConfig(TrainConfig):
     """Pre-training.
 
-    batch_size: Images per step over all processes; each gives mask.views masked views.
-    ema_decay: Decay of an exponential moving average of the encoder's weights. null: no average.
-    weights: Initial weights of init. trained: all; of a file with a student and a teacher the teacher. ema: the
-        exponential moving average of the encoder. student: the student of a file with a teacher.
-    recipe: none: keys that are not typed have the presets' values. small_data: at the first start, sizes of the model,
-        the crops and the schedule follow the training images and the device (docs/own_photos.md).
+    batch_size: Global batch size: images per optimizer step over all processes. Each image gives mask.views masked
+        views.
+    ema_decay: Decay of an exponential moving average (EMA) of the encoder's weights. null: no EMA.
+    weights: Weights of init to start from. trained: the trained weights; the teacher's, if a file holds a student and a
+        teacher (DINO, iBOT). ema: exponential moving average of the encoder. student: the student's weights of such a
+        file.
+    recipe: none: keys that are not set keep the presets' values. small_data: at the first start, the size of the model,
+        the crops and the schedule are chosen from the training images and the device (docs/own_photos.md).
     """
 
     run: str = may_change(path("runs/pretrain", of="a folder"))

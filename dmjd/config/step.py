@@ -14,13 +14,13 @@ class OptimConfig:
     """AdamW and learning-rate schedule.
 
     base_lr: Base learning rate of a batch of 256 images.
-    schedule: After a linear warm-up, cosine or linear: decay to min_lr. multistep: multiply by 0.1 after each of the
-        milestones.
+    schedule: Learning-rate schedule after a linear warm-up. cosine, linear: decay to min_lr. multistep: multiply by 0.1
+        at each of the milestones.
     milestones: (schedule=multistep) Epochs at which the learning rate is multiplied by 0.1.
     min_lr: (schedule=cosine, linear) Final learning rate; not scaled with the batch size.
     warmup_lr: Initial learning rate of the warm-up; not scaled with the batch size.
-    warmup_percent: Warm-up in percent of the run's steps.
-    warmup_epochs: Warm-up in epochs, in place of warmup_percent. null: use warmup_percent.
+    warmup_percent: Length of the learning-rate warm-up, in percent of the run's steps.
+    warmup_epochs: Length of the learning-rate warm-up in epochs, in place of warmup_percent. null: use warmup_percent.
     weight_decay: Weight decay of matrices, convolutions and token embeddings; not of biases and norms.
     betas: AdamW betas.
     eps: AdamW epsilon.
@@ -49,8 +49,8 @@ class PretrainOptimConfig(OptimConfig):
     base_lr: Base learning rate; lr_rule gives the peak learning rate.
     lr_rule: Peak learning rate. adaptive (the paper's Eq. 4): base_lr * batch_size * m_pred / m_corr / 256. classic:
         base_lr * views * batch_size / 256.
-    lr_rates: Mask ratios used by lr_rule=adaptive. nominal: as configured (.6). exact: from integer token counts
-        (30/49).
+    lr_rates: Mask ratios in lr_rule=adaptive. nominal: the configured ones, such as 0.6. exact: masked tokens / all
+        tokens, such as 30/49.
     min_lr: (schedule=cosine, linear) Final learning rate; not scaled by lr_rule.
     warmup_lr: Initial learning rate of the warm-up; not scaled by lr_rule.
     """
@@ -64,8 +64,8 @@ class FinetuneOptimConfig(OptimConfig):
     """AdamW, learning-rate schedule and layer-wise decay of the learning rate. Defaults: MAE's for ViT-B.
 
     base_lr: Base learning rate; the peak is base_lr * batch_size / 256.
-    layer_decay: Factor of the learning rate from each layer to the one below it. The head has factor 1, block i of n
-        (from 0) layer_decay ** (n - i), the embeddings layer_decay ** (n + 1). 1: off.
+    layer_decay: Layer-wise learning-rate decay: factor from each layer to the one below it. The head has factor 1,
+        block i of n (from 0) layer_decay ** (n - i), the embeddings layer_decay ** (n + 1). 1: off.
     """
 
     base_lr: float = positive(5e-4)
@@ -81,9 +81,9 @@ class EngineConfig:
     """Parallelism, precision and compilation (docs/engines.md).
 
     name: single: one process. ddp: DistributedDataParallel. fsdp: FSDP2. hsdp: FSDP2 hybrid sharding (sharded within a
-        replica, gradients averaged across replicas). zero1-zero3: DeepSpeed ZeRO
-        stages. auto: single, ddp, fsdp or hsdp, with compile, activation_checkpointing, cuda_graphs and
-        grad_accum_steps, by device, number of processes and estimated memory; keys that are set keep their values.
+        replica, gradients averaged across replicas). zero1-zero3: DeepSpeed ZeRO stages. auto: chooses single, ddp,
+        fsdp or hsdp, and compile, activation_checkpointing, cuda_graphs and grad_accum_steps, from the device, the
+        number of processes and the estimated memory; keys that are set keep their values.
     device: auto: CUDA if available, else CPU.
     precision: Autocast data type. auto: bf16 on CUDA, fp32 on the CPU. Parameters, gradients and optimizer state are
         fp32.
@@ -95,9 +95,10 @@ class EngineConfig:
         graph, faster steps and longer compilation.
     cuda_graphs: (single, ddp) Capture compiled regions as CUDA graphs; helps CPU-bound steps (small batches). Needs
         compile.
-    reshard_after_forward: (fsdp, hsdp, zero3) Free gathered parameters after the forward pass and gather them again
-        in the backward pass. false: more memory, less communication and CPU time. null: false for models of at most
-        500 million parameters; a larger one keeps as many under zero3.
+    reshard_after_forward: (fsdp, hsdp, zero3) Free gathered parameters after the forward pass and gather them again in
+        the backward pass. false: more memory, less communication and CPU time. null: false for models of at most 500
+        million parameters. For larger models, fsdp and hsdp: true; zero3: only the 500 million parameters nearest to
+        the loss stay.
     blocks_per_unit: (fsdp, hsdp) Consecutive blocks per FSDP unit, gathered and reduced together. null: as many as have
         100 million parameters on one host, 50 million on several.
     bucket_mb: (ddp) Gradient bucket size in MiB. null: 400 on one host, 25 on several.
@@ -110,7 +111,7 @@ class EngineConfig:
     """
 
     name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "auto")
-    device: str = choice("auto", "cpu", "cuda")
+    device: str = choice("auto", "cpu", "cuda", rejected={"gpu": "is called cuda"})
     precision: str = choice("auto", "fp32", "bf16", rejected={"fp16": _FP16})
     grad_accum_steps: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
@@ -135,12 +136,13 @@ class GuardConfig:
 
     max_skips: Roll back after more than this many skipped steps within the window.
     window: Window in steps, for max_skips and spike.
-    margin: Steps N. The run returns to a checkpoint at least N steps before the first skipped or high-loss step, and
-        skips the batches from N steps before that step to the last such step.
+    margin: Margin of a rollback, in steps. The run returns to a checkpoint at least this many steps before the first
+        skipped or high-loss step. It then skips the batches from this many steps before that step to the last such
+        step.
     max_rollbacks: Abort after this many rollbacks. 0 together with max_skips=0 aborts at the first non-finite step.
     spike: Also roll back when the loss exceeds the window's median by this many standard deviations for spike_steps
         steps in a row. null: off.
-    spike_steps: Consecutive steps for spike.
+    spike_steps: Consecutive steps of high loss that make a spike.
     """
 
     max_skips: int = number(3, least=0)

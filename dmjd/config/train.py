@@ -15,10 +15,11 @@ from dmjd.errors import ConfigError
 class TrainConfig:
     """A training.
 
-    run: Run folder. If it has checkpoints, that run is resumed, and keys that are not typed keep its values.
+    run: Run folder. If it holds checkpoints, the run is resumed, and keys that are not set on the command line keep the
+        run's values.
     seed: Random seed.
     epochs: Passes over the training images.
-    batch_size: Images per step over all processes.
+    batch_size: Global batch size: images per optimizer step over all processes.
     workers: DataLoader workers per process.
     resume: auto: continue from the newest checkpoint in the run folder. never: stop with an error if there is one.
     init: Checkpoint or file of weights (any known code base) to initialise from. Ignored when resuming.
@@ -31,11 +32,11 @@ class TrainConfig:
     time_budget: Save a checkpoint and stop after this time, H:MM:SS or D-HH:MM:SS. auto: before the Slurm job's time
         limit. null: never.
     time_margin: (time_budget=auto) Seconds before the job's time limit at which to stop.
-    lock_wait: Seconds a Slurm job or an elastic launch waits for another process that has locked the run folder, for
-        example on a node that lost its network.
+    lock_wait: Seconds that a Slurm job or an elastic launch waits for the lock of the run folder, for example while a
+        process holds it on a node that lost its network.
     tensorboard: Write TensorBoard event files to the run folder.
     wandb: Weights & Biases project. null: off.
-    profile: Steps to record with torch.profiler, as steps:FIRST-LAST, for example steps:10-14. null: off.
+    profile: Steps to record with torch.profiler: steps:FIRST-LAST, such as steps:10-14. null: off.
     profile_ranks: Ranks to profile. main: rank 0. all: every rank.
     memory_history: Record allocation stack traces for the memory snapshot that a CUDA out-of-memory error writes.
     """

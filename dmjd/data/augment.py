@@ -35,7 +35,7 @@ def check_policy(policy: str) -> None:
     """Raise ConfigError unless ``policy`` is a RandAugment policy; timm skips sections that it cannot read."""
     if not _POLICY.fullmatch(policy):
         raise ConfigError(
-            f"augment.randaugment={policy} is no RandAugment policy; write rand and sections of m (magnitude), n "
+            f"augment.randaugment={policy} is not a RandAugment policy; write rand and sections of m (magnitude), n "
             "(operations), p, mstd, mmax, inc and t, such as rand-m9-mstd0.5-inc1, or null for none"
         )
 

@@ -53,11 +53,9 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     """
     _check(config)
     if config.name == STREAM:
-        raise ConfigError(
-            "data.name=stream can only be trained from, not indexed; evaluate with data=folder or data=shards"
-        )
+        raise ConfigError("data.name=stream is for training only; evaluate with data=folder or data=shards")
     if config.samples is not None:
-        raise ConfigError(f"data.samples is for data.name=stream; data.name={config.name} counts its images itself")
+        raise ConfigError(f"data.samples is for data.name=stream, got data.name={config.name}; leave data.samples out")
     dataset = _build(config, split)
     if dataset.channels != config.channels:
         raise ConfigError(
@@ -86,12 +84,12 @@ def resolve_auto(config: DataConfig) -> DataConfig:
         folder = Path(config.root) if config.root is not None else fashion_mnist_folder()
     except DataError as error:
         _log.warning(
-            "data=auto takes scikit-learn's 1797 digits, which show that everything runs and are too easy to compare "
-            "methods (a linear probe of raw pixels reaches 97 %%); %s",
+            "data=auto: using scikit-learn's 1797 digits, a test of the installation. They are too easy to compare "
+            "methods (a linear probe of raw pixels reaches 97 %%). %s",
             error,
         )
         return replace(config, name="digits", pad=0)
-    _log.info("data=auto takes Fashion-MNIST in %s, on which scores depend on the pre-training", folder)
+    _log.info("data=auto: using Fashion-MNIST in %s", folder)
     return replace(config, name="fashion_mnist")
 
 
@@ -137,7 +135,9 @@ def _check(config: DataConfig) -> None:
         )
     odd = [each for each in (config.endings or "").split() if not re.fullmatch(r"(\.\w+)+", each)]
     if odd:
-        raise ConfigError(f"data.endings must be endings such as .jpg, separated by spaces, got {odd[0]!r}")
+        raise ConfigError(
+            f"data.endings must be file name extensions such as .jpg, separated by spaces, got {odd[0]!r}"
+        )
     if config.root is not None and is_incomplete(config.root):
         root = shown(config.root)
         why = "runs store no secrets"
@@ -247,11 +247,11 @@ def training_batches(
     if not 1 <= batch_size <= len(dataset):
         raise ConfigError(f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of an epoch")
     if batch_size % world:
-        raise ConfigError(f"batch_size={batch_size} must be a multiple of the {world} processes that share a batch")
+        raise ConfigError(f"batch_size={batch_size} is not divisible by {world} processes; change one of them")
     if isinstance(dataset, TarStream):
         tars = len(dataset.locations)
         if tars < world:
-            raise ConfigError(f"{world} processes cannot share the {tars} tar(s) of data.root; give each at least one")
+            raise ConfigError(f"data.root has {tars} tar(s), fewer than {world} processes; split it into more tars")
         batches = StreamBatches(dataset, batch_size, training_crop(config), seed, rank, world)
         if rank == 0:
             _log.info(
@@ -319,7 +319,7 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
     if config.name == "shards":
         return _shards(config, split)
     if config.root is not None and not Path(config.root).is_dir():
-        raise DataError(f"data.root={shown(config.root)} is not a folder")
+        raise DataError(f"data.root={shown(config.root)} is not a folder; set data.root to an existing folder")
     if config.name == "fashion_mnist":
         return FashionMnist(Path(config.root) if config.root else fashion_mnist_folder(), split, config.pad)
     if config.name == "digits":

@@ -32,6 +32,8 @@ _log = logging.getLogger("dmjd")
 
 _CHECK_THREADS = 16  # opening files is bound by the disk or the network
 _CHECK_CHUNK = 256
+_OTHER_SPLITS = frozenset(["train", "training", "trainset", "val", "valid", "validation", "dev", "test", "testing"])
+"""Names of splits elsewhere, in lower case: train/ is found in this spelling alone."""
 _PLAIN_ENDING = re.compile(r"\.[a-z0-9]{1,8}")
 
 
@@ -204,10 +206,16 @@ def _find_split(root: Path, split: Split, split_by_hash: bool, skipped: Counter[
     if held_out is not None and not divided:
         raise DataError(f"{root} has a folder {held_out.name}/ but no train/; put the training images into train/")
     train = root / "train" if divided else root
+    folders = [] if divided else [name for name, kind in _list(str(root), Counter()) if kind == FOLDER]
+    if folders and _OTHER_SPLITS.issuperset(map(str.lower, folders)) and len(folders) > 1:
+        raise DataError(
+            f"{root} has the folders {', '.join(folders)}, which would be classes; name those of a split train/ and "
+            "val/ or test/, or set data.root to one of them"
+        )
     if split_by_hash:
         if held_out is not None:
             raise DataError(
-                f"{root} has held-out images in {held_out.name}/; leave data.val_percent out, or move that folder away"
+                f"{root} has held-out images in {held_out.name}/; set data.val_percent=0, or move that folder away"
             )
         held_out = train
     if split == "test" and held_out is None:

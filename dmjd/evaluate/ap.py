@@ -16,12 +16,12 @@ from dmjd.files import obstacle
 class ApConfig(EvaluationConfig):
     """Average precision of boxes and masks of a detection model on its validation images, as COCO defines it.
 
-    weights: trained: weights of the checkpoint. ema: their exponential moving average. auto: the average if there is
+    weights: trained: weights of the checkpoint. ema: their exponential moving average (EMA). auto: the EMA if there is
         one.
-    results: File for the detections in COCO's results format (JSON). null: they are not kept.
+    results: File to write the detections to, in COCO's results format (JSON). null: no file.
     batch_size: Images per forward pass.
-    data: Data of the run, of which only the keys that are given differ: data.root=DIR moves the images, data.val=NAME
-        names others of the same categories.
+    data: By default those of the run; keys that are set replace single values. data.root=DIR reads another folder,
+        data.val=NAME other images, of the same categories.
     """
 
     weights: str = choice("auto", "trained", "ema")
@@ -60,7 +60,7 @@ def run(context: Context[ApConfig]) -> Scores:
     config, frozen = context.config, context.frozen
     trained, data, model = frozen.trained, frozen.data, frozen.objective
     if not isinstance(trained, DetectConfig) or not isinstance(data, DetectDataConfig):
-        raise ConfigError(f"checkpoint={config.checkpoint} is no detection model; train one with dmjd detect")
+        raise ConfigError(f"checkpoint={config.checkpoint} is not a detection model; train one with dmjd detect")
     assert isinstance(model, Detection)
     dataset = context.dataset("test")
     assert isinstance(dataset, Coco)

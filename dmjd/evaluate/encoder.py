@@ -339,7 +339,7 @@ def _check_drawn(trained: TrainConfig) -> None:
 
 def _file(path: Path, weights: str) -> WeightsFile:
     if weights == "untrained":
-        raise ConfigError(f"weights=untrained needs a run, which records its initial weights, and {path} is a file")
+        raise ConfigError(f"weights=untrained needs a run, and {path} is a file; use weights=trained")
     return read_weights_file(path, "trained" if weights == "auto" else weights)
 
 
@@ -361,14 +361,16 @@ def _load_average(encoder: Encoder, path: Path) -> None:
 def _average(path: Path) -> dict[str, Tensor]:
     average = store.read_average(path)
     if not average:
-        raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
+        raise ConfigError(
+            f"weights=ema, but {path} has no EMA weights; train with ema_decay=..., or use weights=trained"
+        )
     return average
 
 
 def _model_of(path: Path, config: ImagesConfig) -> tuple[TrainConfig, str]:
     """The configuration of the model in the checkpoint folder ``path``, as an object and as YAML."""
     if config.model is not None:
-        raise ConfigError(f"experiment and backbone describe files, and {path} has its own {CONFIG}")
+        raise ConfigError(f"experiment and backbone describe files, and {path} has its own {CONFIG}; leave them out")
     content = read_file(path / CONFIG)
     stored = from_yaml_of_run(content, path / CONFIG)
     return RunFolder(_run_of(path)).with_stored_data(stored), content.decode()

@@ -28,10 +28,10 @@ class KnnConfig(EvaluationConfig):
     """Weighted k-nearest-neighbour classification on frozen features.
 
     neighbours: Number of neighbours (k). null: 20, or fewer for few images per class (docs/evaluation.md). A list such
-        as [10,20,100,200] measures every k in one pass; the score is that of the k which is best on the training
-        images, each of them left out of its own neighbours.
-    temperature: Softmax temperature of the neighbours' cosine similarities. A list as for neighbours; all pairs are
-        measured.
+        as [10,20,100,200] measures every k in one pass; the score is that of the k with the best leave-one-out accuracy
+        on the training images.
+    temperature: Softmax temperature of the neighbours' cosine similarities. A list is searched as for neighbours, in
+        all pairs of both.
     batch_size: Images per forward pass.
     """
 

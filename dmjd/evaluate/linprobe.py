@@ -65,27 +65,29 @@ CACHE_BYTES = 2 << 30
 class LinprobeConfig(EvaluationConfig):
     """A linear or attentive classifier on frozen features.
 
-    Where null, values are those of the protocol; with protocol=auto they follow from the number of training images, and
-    on ImageNet are MAE's (docs/evaluation.md).
+    null: the protocol's value; with protocol=auto a value that depends on the number of training images, and on
+    ImageNet MAE's (docs/evaluation.md).
 
-    protocol: auto: MAE's probe with values that follow from the number of images. mae, convmae, dmjd: the published
-        linear probes. beit: a linear layer on each block; the best on the test images is reported. attentive: V-JEPA's
-        cross-attention from one query. cached: features computed once, linear layers at all rates in one pass.
-    pooling: Image feature. auto: mean of the patch tokens; with protocol=mae the cls token, where there is one. mean,
-        cls: (protocol=auto, mae, cached) that.
+    null: the protocol's value; with protocol=auto a value that depends on the number of training images, and on
+    ImageNet MAE's (docs/evaluation.md).
+
+    protocol: auto: MAE's linear probe, with values that depend on the number of images. mae, convmae, dmjd: the
+        published linear probes. beit: a linear layer on each block; the best on the test images is reported. attentive:
+        V-JEPA's cross-attention from one query. cached: features computed once, linear layers at all rates in one pass.
+    pooling: Image feature. mean: mean of the patch tokens. cls: cls token. auto: mean; with protocol=mae the cls token
+        if there is one. mean and cls need protocol=auto, mae or cached.
     epochs: Training epochs of the probe. null: the protocol's; auto: 90, or as many as give 1000 steps.
     warmup_epochs: Epochs of linear learning-rate warm-up. null: the protocol's; auto: a ninth of the epochs.
-    base_lr: Base learning rate per 256 images; the peak learning rate is base_lr * batch_size / 256. null:
-        the protocol's; auto: a peak of 6.4 at the batch size that follows from the images.
-    batch_size: Images per step. null: the protocol's; auto: 64 to 16384, so that an epoch has at least 78 steps where
-        it can.
+    base_lr: Base learning rate per 256 images; the peak learning rate is base_lr * batch_size / 256. null: the
+        protocol's; auto: a peak of 6.4 at the default batch_size.
+    batch_size: Images per step. null: the protocol's; auto: 64 to 16384, for at least 78 steps per epoch if possible.
     augment: Train on a new random crop and flip of each image in every epoch. false: compute the features once. null:
-        true for a published protocol, else from 100,000 training images on.
+        true for a published protocol, else true for at least 100,000 training images.
     crop_scale: Smallest and largest area of the random crop, as fractions of the image's area. data.crop_scale
         belongs to pre-training and is ignored here.
     rates: (protocol=cached) Peak learning rates of SGD; the one that is best on a held-out tenth of the training images
         is used. null: 13 from 0.001 to 10.
-    test_best: (protocol=cached) Also report the highest top-1 of all rates on the test images, as best on test.
+    test_best: (protocol=cached) Also report the highest top-1 of all rates on the test images, as "best on test".
     seed: Random seed of initialisation, sample order and crops.
     """
 

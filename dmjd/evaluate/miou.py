@@ -15,12 +15,13 @@ logger = logging.getLogger("dmjd")
 
 @dataclass
 class MapTestConfig:
-    """How an image is tested. null: as in the validations of the run.
+    """Inference on an image. null: as in the run's validations.
 
-    mode: slide: overlapping windows of data.image_size, whose logits are averaged. whole: the resized image at once.
-        run: as in the validations of the run.
-    stride: Height and width of the steps between windows, in pixels.
-    scales: Factors of data.resize; with several, or with flip, the probabilities of all of them are averaged.
+    mode: slide: sliding windows of data.image_size, whose logits are averaged. whole: the resized image in one pass.
+        run: as in the run's validations.
+    stride: Stride of the sliding windows, as height and width in pixels.
+    scales: Scale factors on data.resize (multi-scale testing). With several scales, or with flip, class probabilities
+        are averaged.
     flip: Also average over the mirrored image.
     """
 
@@ -34,12 +35,12 @@ class MapTestConfig:
 class MiouConfig(EvaluationConfig):
     """Mean IoU of a segmentation model on its validation images.
 
-    weights: trained: weights of the checkpoint. ema: their exponential moving average. auto: the average if there is
+    weights: trained: weights of the checkpoint. ema: their exponential moving average (EMA). auto: the EMA if there is
         one.
-    test: Testing of the images, of which only the keys that are given differ from the run's.
+    test: Keys that are set replace the run's values.
     batch_size: Windows per forward pass; whole images are predicted one by one.
-    data: Data of the run, of which only the keys that are given differ: data.root=DIR moves the images or names others
-        of the same classes.
+    data: By default those of the run; keys that are set replace single values. data.root=DIR reads another folder, with
+        images of the same classes.
     """
 
     weights: str = choice("auto", "trained", "ema")
@@ -72,7 +73,7 @@ def run(context: Context[MiouConfig]) -> Scores:
     config, frozen = context.config, context.frozen
     trained, data, model = frozen.trained, frozen.data, frozen.objective
     if not isinstance(trained, SegmentConfig) or not isinstance(data, SegmentDataConfig) or model is None:
-        raise ConfigError(f"checkpoint={config.checkpoint} is no segmentation model; train one with dmjd segment")
+        raise ConfigError(f"checkpoint={config.checkpoint} is not a segmentation model; train one with dmjd segment")
     given = {key: value for key, value in vars(config.test).items() if value not in (None, "run")}
     test = replace(trained.test, **given)
     check_test(replace(trained, data=data, test=test))

@@ -95,8 +95,8 @@ class Context(Generic[Config]):
             if self.frozen.data.name != "folder":
                 raise
             raise DataError(
-                f"{error}; an encoder that was trained on all images has seen those that data.val_percent=10 holds "
-                "out: set it in pre-training for a score on unseen images"
+                f"{error}. The encoder was trained on all images of this folder; for a score on unseen images, set "
+                "data.val_percent=10 in pre-training"
             ) from error
         if selects:
             from dmjd.data.dataset import EvenSubset

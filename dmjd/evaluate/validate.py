@@ -28,13 +28,13 @@ logger = logging.getLogger("dmjd")
 class ValidateConfig(EvaluationConfig):
     """Accuracy of a fine-tuned classifier, head included, on the test images.
 
-    A file of weights has no names of classes: its logits are those of the class folders in sorted order.
+    A file of weights has no class names: its logits stand for the class folders in sorted order.
 
-    weights: trained: weights of the checkpoint. ema: their exponential moving average. auto: the average if there is
+    weights: trained: weights of the checkpoint. ema: their exponential moving average (EMA). auto: the EMA if there is
         one.
     batch_size: Images per forward pass.
-    data: Data of the fine-tuning, of which only the keys that are given differ: data.root=DIR moves the images or names
-        others of the same classes.
+    data: By default those of the fine-tuning; keys that are set replace single values. data.root=DIR reads another
+        folder, with images of the same classes.
     """
 
     weights: str = choice("auto", "trained", "ema")

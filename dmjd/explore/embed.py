@@ -49,20 +49,20 @@ logger = logging.getLogger("dmjd")
 class EmbedConfig:
     """Features of images, in a file.
 
-    checkpoints: Run folders (their newest checkpoints), checkpoint folders, or files of weights of dmjd or of another
-        code base; several are written side by side.
-    output: .npz or .parquet file; an earlier one is replaced. Default: RUN/embeddings/WEIGHTS-step########.npz, with
-        the folder or data set, split, image size, pooling and number of images before the suffix if they are not the
-        defaults. Several checkpoints need it.
-    which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
-        score.
-    model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
-        backbone=NAME set it, backbone.KEY=VALUE single values.
-    weights: trained: weights of the last step; of a file with a student and a teacher (DINO, iBOT) the teacher.
-        untrained: weights at initialisation. ema: exponential moving average (of a run with ema_decay, or of a file
-        that has one). student: the student of a file with a teacher.
-    pooling: Image feature: mean of the patch tokens, or cls, the cls token. One for all checkpoints, or a list with one
-        for each.
+    checkpoints: Run folders (their newest checkpoints), checkpoint folders, or files of weights of any known code base.
+        Several are embedded side by side.
+    output: .npz or .parquet file; an existing one is replaced. Default: RUN/embeddings/WEIGHTS-step########.npz. Folder
+        or data set, split, image size, pooling and number of images are added to the name if they are not the defaults.
+        Required for several checkpoints.
+    which: Checkpoint of a run folder. newest: with the most steps. best: with the highest validation score (of
+        fine-tuning runs).
+    model: Model of a file of weights; not for runs. By default it is inferred from the file's tensors. experiment=NAME
+        or backbone=NAME sets the whole model, backbone.KEY=VALUE a single value.
+    weights: trained: the trained weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT).
+        untrained: initial weights. ema: exponential moving average, if the run (ema_decay) or the file has one.
+        student: the student's weights of such a file.
+    pooling: Image feature. mean: mean of the patch tokens. cls: cls token. One value for all checkpoints, or a list
+        with one for each.
     split: Images: all, or those of the split train or test.
     images: Maximum number of images, evenly spaced. null: all.
     dtype: Data type of the stored features.
@@ -70,8 +70,8 @@ class EmbedConfig:
     batch_size: Images per forward pass.
     workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
     device: auto: CUDA if available, else CPU.
-    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR names other images, with or
-        without labels. Several checkpoints embed the images of the first one's data.
+    data: By default those of pre-training; keys that are set replace single values. data.root=DIR reads the images of
+        another folder, with or without labels. Several checkpoints embed the images of the first one's data.
     data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 

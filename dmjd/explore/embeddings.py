@@ -104,7 +104,7 @@ def read_embeddings(path: str | os.PathLike[str]) -> Embeddings:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}); dmjd embed RUN writes one") from error
     except ValueError as error:
-        raise DataError(f"{path} is no file of embeddings: {error}; dmjd embed RUN writes one") from error
+        raise DataError(f"{path} is not a file of embeddings: {error}; dmjd embed RUN writes one") from error
 
 
 def write_embeddings(path: str | os.PathLike[str], embeddings: Embeddings, dtype: str = "float32") -> None:
@@ -428,7 +428,7 @@ def _checked(embeddings: Embeddings) -> Embeddings:
         raise ValueError("it holds no images")
     for text in (*embeddings.names, *embeddings.classes, *embeddings.features):
         if not text or _CONTROL.search(text):
-            raise ValueError(f"{text!r:.80} is no name: it is empty or has control characters")
+            raise ValueError(f"{text!r:.80} is not a name: it is empty or has control characters")
     low, high = int(embeddings.labels.min()), int(embeddings.labels.max())
     if low < -1 or high >= len(embeddings.classes):
         raise ValueError(f"its labels are from {low} to {high}, and it has {len(embeddings.classes)} classes")

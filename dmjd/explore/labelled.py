@@ -29,8 +29,8 @@ def bank_of_run(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features,
 
     if frozen.path.is_file():
         raise ConfigError(
-            f"checkpoint={config.checkpoint} is a file without a classifier; add labelled=FILE, labelled images that "
-            "dmjd embed has embedded"
+            f"checkpoint={config.checkpoint} is a file without a classifier; add labelled=FILE, a file of "
+            "dmjd embed with labelled images"
         )
     own = resolve_auto(frozen.trained.data)
     data = replace(frozen.data, **{key: getattr(own, key) for key in ("name", *OF_DATA_SET)})
@@ -62,7 +62,7 @@ def bank_of_file(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features
     known = torch.from_numpy(file.labels >= 0)
     if not known.any():
         raise DataError(f"labelled={path} has no labels; embed images with a folder for each class")
-    logger.info("%d labelled images of %s vote", int(known.sum()), path)
+    logger.info("kNN on %d labelled images of %s", int(known.sum()), path)
     return Features(torch.from_numpy(values)[known], torch.from_numpy(file.labels)[known]), file.classes
 
 

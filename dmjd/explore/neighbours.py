@@ -38,16 +38,16 @@ _PER_BLOCK = 1 << 24  # similarities that are held at once: 64 MiB of float32
 
 @dataclass
 class NeighboursConfig:
-    """A page of query images beside the images whose features have the highest cosine similarity to theirs.
+    """A page of query images, each beside the images with the highest cosine similarity of their features.
 
-    embeddings: Files of dmjd embed, or run folders (the newest file of each). All their encoders are shown, for the
-        images that all files hold.
+    embeddings: Files of dmjd embed, or run folders (the newest file of each). All encoders are shown, for the images
+        that all files contain.
     output: Folder of neighbours.html, neighbours.csv and duplicates.csv. Default: RUN/explore; for a file, its folder.
-    split: Images that are searched and from which the queries are chosen.
-    queries: Number of query images, evenly spaced over the classes and within each.
-    query: Names of the query images, in place of evenly spaced ones. The end of a name suffices.
+    split: Images to search, from which the queries are chosen too.
+    queries: Number of query images, evenly spaced over the classes and within each class.
+    query: Names of the query images, in place of evenly spaced ones. The last part of a name is enough if it is unique.
     neighbours: Neighbours of each query.
-    duplicates: Cosine similarity from which on two images are listed as near duplicates. null: not searched.
+    duplicates: Minimum cosine similarity of near duplicates, which are listed. null: no search.
     """
 
     embeddings: list[str] = path("???")
@@ -182,7 +182,7 @@ def named_queries(names: Sequence[str], asked: Iterable[str]) -> list[int]:
         matching = [text] if text in rows else ends
         if not matching:
             near = difflib.get_close_matches(text, list(rows), n=1, cutoff=0.0)
-            raise ConfigError(f"query={printable(text)} is no image of the file; the closest name is {near[0]}")
+            raise ConfigError(f"query={printable(text)} is not an image of the file; the closest name is {near[0]}")
         if len(matching) > 1:
             some = ", ".join(matching[:3])
             raise ConfigError(f"query={printable(text)} is the end of {len(matching)} names ({some}); give more of it")

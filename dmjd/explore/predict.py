@@ -52,31 +52,32 @@ those that vote, bool ``[B]``."""
 
 @dataclass
 class PredictConfig(ImagesConfig):
-    """Predict the class of each image, with probabilities, and write them as CSV; maps of classes or detections.
+    """Predict the class of each image, with probabilities, as CSV; or segmentation masks, or detections.
 
-    A fine-tuned run or file of weights predicts with its classifier. An encoder predicts by weighted votes of the
-    nearest labelled images, as dmjd knn does. A segmentation run writes a PNG of class numbers for each image, a
-    detection run the boxes and masks as COCO's JSON; both a CSV with a row for each image.
+    A fine-tuned run or file of weights predicts with its classifier. An encoder predicts by kNN on labelled images, as
+    dmjd knn does. A segmentation run writes a PNG of class numbers for each image. A detection run writes boxes and
+    masks as COCO's JSON. Both also write a CSV with a row for each image.
 
-    paths: Image files and folders, of which all images are predicted. Default: the images of data.
-    output: CSV file, or folder of a segmentation or detection; an earlier one is replaced. Default:
-        RUN/predictions/WEIGHTS-step########.csv or a folder of that name, with the images (paths, data.root or data)
-        and the split before the suffix if they are given.
-    weights: auto: of a fine-tuned run the exponential moving average if there is one, else trained. trained: weights of
-        the last step; of a file with a student and a teacher (DINO, iBOT) the teacher. untrained: weights at
-        initialisation. ema: exponential moving average. student: the student of a file with a teacher.
-    split: Images of the data set. auto: the test images of the run's own data, if it has any; of other data all.
+    paths: Image files and folders; all images of a folder are predicted. Default: the images of data.
+    output: CSV file, or for segmentation and detection a folder; an existing one is replaced. Default:
+        RUN/predictions/WEIGHTS-step########.csv, or a folder of that name. The images (paths, data.root or data) and
+        the split are added to the name if they are set.
+    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else trained. trained: the trained
+        weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT). untrained: initial weights. ema:
+        exponential moving average, if the run (ema_decay) or the file has one. student: the student's weights of such a
+        file.
+    split: Images of the data set. auto: the test images of the run's own data, if it has any; all images of other data.
     probabilities: Columns beside the class with the highest probability. all: p_CLASS for each class. top5: classes and
         probabilities of ranks 2 to 5. top1: none.
-    labelled: File of dmjd embed, or run folder (its newest file), with labelled features of this encoder: the images
-        that vote. null: the training images of the run.
-    neighbours: Number of neighbours that vote. null: as dmjd knn.
+    labelled: File of dmjd embed, or run folder (its newest file), with labelled features of this encoder for kNN. null:
+        the training images of the run.
+    neighbours: Number of neighbours (k) of kNN. null: as dmjd knn.
     temperature: Softmax temperature of the neighbours' cosine similarities.
-    pooling: Image feature of the votes. mean: mean of the patch tokens. cls: cls token.
-    batch_size: Images per forward pass; of a segmentation windows, at most 8; of a detection at most 4 images.
-    overlays: (segmentation, detection) Also write each image under its prediction, as JPEG.
-    min_score: (detection) Lowest score of the detections. null: head.min_score of the run.
-    test: (segmentation) Testing of the images.
+    pooling: Image feature of kNN. mean: mean of the patch tokens. cls: cls token.
+    batch_size: Images per forward pass. Segmentation: windows, at most 8. Detection: at most 4 images.
+    overlays: (segmentation, detection) Also write each image with its prediction drawn over it, as JPEG.
+    min_score: (detection) Minimum score of a detection. null: head.min_score of the run.
+    test: Segmentation only.
     """
 
     paths: list[str] | None = path()
@@ -385,7 +386,7 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
         if tally.labelled:
             parts.append(f"top-1 {100 * tally.correct / tally.labelled:.2f} % of {tally.labelled} labelled ones")
         if tally.voting:
-            parts.append(f"{tally.voting} of them are among the images that vote, and not counted in an accuracy")
+            parts.append(f"{tally.voting} of them are among the labelled kNN images and not counted in the accuracy")
         yield f"{name}: " * bool(name) + "; ".join(parts)
         if tally.predicted:
             most = tally.predicted.most_common(MOST_CLASSES)

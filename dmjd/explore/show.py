@@ -15,28 +15,29 @@ KINDS = ("reconstruction", "masks", "hog", "attention", "pca")
 
 @dataclass
 class ShowConfig(ImagesConfig):
-    """Pictures of a model for any images.
+    """Pictures of a model's masks, reconstructions and features, for any images.
 
-    paths: Image files and folders; from each folder as many as images sets, evenly spaced. Default: images of the
+    paths: Image files and folders; from each folder, `images` images are taken, evenly spaced. Default: images of the
         run's data.
-    images: Number of images of a data set or folder.
+    images: Number of images from the data set or from each folder.
     split: Images of the run's data. auto: test images, or training images if there are none.
-    kinds: Pictures, a list of reconstruction, masks, hog, attention and pca. null: all that the model has.
-    epoch: Epoch of the masks, from 0. Training images of a run get the masks that this epoch drew for them.
+    kinds: List of pictures: reconstruction, masks, hog, attention, pca. null: all that the model supports.
+    epoch: Epoch of the masks, from 0. Training images of a run have the masks of this epoch of training.
     seed: Seed of the masks. null: the run's.
-    views: Number of views that are shown. null: all of the method's.
+    views: Number of views to show. null: all of the method's.
     query: Row and column of the patch whose attention is shown, as fractions of height and width such as [0.5,0.5].
         null: the class token; for encoders without one, the mean over all patches.
-    max_kb: Largest size of a picture in kB; cells shrink until it fits. Reports embed the files.
+    max_kb: Maximum size of a picture in kB; its images are made smaller until it fits. Reports embed the files.
     output: Folder of the pictures. Default: RUN/pictures, which dmjd report includes; for a file of weights the folder
         pictures in a folder named like the file without its suffix.
-    weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
-        weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
-        initialisation. ema: exponential moving average of the encoder. student: the student of a file with a teacher.
+    weights: auto: the exponential moving average of a fine-tuning with ema_decay, else trained. trained: the trained
+        weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT). untrained: initial weights. ema:
+        exponential moving average, if the run (ema_decay) or the file has one. student: the student's weights of such a
+        file.
     device: auto: CUDA if available, else CPU.
-    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images,
-        data.image_size=448 sets the size of all, of which maps of attention and PCA otherwise have twice that of
-        pre-training.
+    data: By default those of pre-training; keys that are set replace single values. data.root=DIR reads the images of
+        another folder. data.image_size=448 sets the size of all pictures; by default attention and PCA use twice the
+        size of pre-training.
     """
 
     weights: str = choice("auto", "trained", "untrained", "ema", "student")

@@ -37,17 +37,18 @@ _LONGEST_SETTING = 500  # characters
 
 @dataclass
 class TsneConfig:
-    """t-SNE maps of embeddings: the encoders of a file, or of several, side by side, of the same images.
+    """t-SNE maps of embeddings: one map per encoder, side by side, of the same images.
 
     embeddings: Files of dmjd embed, or run folders (the newest file of each).
     output: Folder of tsne.png and tsne.html. Default: RUN/explore; for a file, its folder.
     split: Images: all, or those of the split train or test.
-    classes: Number of classes, drawn at random by the seed, or a list of names: [cat,dog]. null: 20, or all of fewer.
-    images: Maximum number of images: the same number of each class, as far as it has them, evenly spaced. A map of
-        5,000 images with 384 features takes about 12 s per encoder on a CPU core.
-    perplexity: Number of neighbours that each image is attracted to, roughly. A third of the number of images if that
-        is less.
-    seed: Of the drawn classes and of t-SNE.
+    classes: Number of classes to draw at random, or a list of names such as [cat,dog]. null: 20, or all if there are
+        fewer.
+    images: Maximum number of images, evenly spaced, with equal numbers per class if possible. A map of 5,000 images
+        with 384 features takes about 12 s per encoder on a CPU core.
+    perplexity: t-SNE perplexity, roughly the number of neighbours that attract each image. At most a third of the
+        number of images is used.
+    seed: Random seed of the choice of classes and of t-SNE.
     """
 
     embeddings: list[str] = path("???")

@@ -1,4 +1,4 @@
-"""What a file of weights holds: of .safetensors, of torch's .pth, or of the index of several. No code in it is run."""
+"""Content of a file of weights: .safetensors, torch's .pth, or the index of several files. No code in it is run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_content(path: Path) -> Any:
         CheckpointError: if it cannot be read.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} is not there")
+        raise CheckpointError(f"{path} does not exist")
     try:
         return _parts(path) if path.name.endswith(WEIGHT_INDEX) else _content(path)
     except (OSError, ValueError, SafetensorError) as error:
@@ -64,7 +64,7 @@ def _parts(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in sorted(set(listed.values())):
         if not (path.parent / name).is_file():
-            raise ValueError(f"its part {name!r} is no file beside it; download the whole folder")
+            raise ValueError(f"its part {name!r} is not a file beside it; download the whole folder")
         content = _content(path.parent / name)
         if not isinstance(content, Mapping):
             raise ValueError(f"its part {name!r} holds a {type(content).__name__}, not weights by name")

@@ -336,7 +336,7 @@ def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]
             f"the layouts {', '.join(LAYOUTS)}; use the model's own code"
         )
     raise CheckpointError(
-        f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
+        f"no layout has all of these names; the nearest is {nearest}, which lacks {len(unknown[nearest])} of "
         f"{len(state)}: {summary(unknown[nearest])}; {advice(unknown[nearest], f'source={nearest} unknown=drop')}; "
         f"the layouts are {', '.join(LAYOUTS)}"
     )

@@ -30,7 +30,7 @@ def shard_bytes(shard_size: str | None) -> int | None:
     unit = None if found is None else _UNITS.get(found[2].upper())
     size = 0 if found is None or unit is None else int(float(found[1]) * unit)
     if size < 1:
-        raise ConfigError(f"shard_size={shard_size} is no size such as 5GB or 500MiB")
+        raise ConfigError(f"shard_size={shard_size} is not a size such as 5GB or 500MiB")
     return size
 
 

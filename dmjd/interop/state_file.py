@@ -149,7 +149,7 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if isinstance(averaged, Sequence) and (average or entries is None):
         averaged = _named(path, average_key, averaged, entries)
     if average and averaged is None:
-        raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
+        raise ConfigError(f"weights=ema, but {path} has no EMA weights; use weights=trained")
     several = ", ".join(_averages(file))
     if weights == "ema" and ", " in several:
         raise CheckpointError(f"{path} holds several averages: {several}; save one of them to a file")

@@ -82,7 +82,7 @@ def _beside_registers(weights: dict[str, Tensor], prefix: int, old: Grid | None,
         grid = old or square(rows)
         if grid and rows == grid[0] * grid[1]:
             return weights | {POSITIONS: resize_positions(table, leading, grid, new)}
-    raise CheckpointError(f"{POSITIONS} has {table.shape[1]} rows, which are no square grid; set source_grid=[h,w]")
+    raise CheckpointError(f"{POSITIONS} has {table.shape[1]} rows, which are not a square grid; set source_grid=[h,w]")
 
 
 def _grid_of(name: str, table: Tensor, prefix: int, new: Grid | None) -> Grid | None:

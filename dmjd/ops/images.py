@@ -48,8 +48,10 @@ def _per_channel(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _numbers(name: str, values: Any) -> list[float]:
-    values = values.tolist() if isinstance(values, Tensor) else values
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+    if isinstance(values, Tensor) and not values.is_meta:
+        values = values.tolist()
+    is_sequence = hasattr(values, "__getitem__") and not isinstance(values, (str, bytes, dict, Tensor))
+    if not is_sequence or getattr(values, "ndim", 1) == 0:
         raise TypeError(f"normalise: {name} must be a sequence of numbers, one for each channel, got {shown(values)}")
     numbers = [number(f"normalise: {name}", value) for value in values]
     if not all(-math.inf < value < math.inf for value in numbers):

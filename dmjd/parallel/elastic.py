@@ -77,5 +77,5 @@ def stay_idle(store: Store, rank: int) -> NoReturn:
         while not store.check([FINISHED]):
             time.sleep(_POLL_SECONDS)
     except RuntimeError as error:
-        raise NotMet(f"rank {rank} was idle, and the agent with the store of the ranks has ended") from error
+        raise NotMet(f"idle rank {rank}: the store of the training ranks is gone, so they have failed") from error
     raise SystemExit(0)

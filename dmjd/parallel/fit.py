@@ -22,26 +22,26 @@ def check_fit(engine: EngineConfig, device: torch.device, size: int, local_size:
     for key in dict.fromkeys(key for other in ENGINES.values() for key in other.options):
         if key not in spec.options and getattr(engine, key) != getattr(EngineConfig(), key):
             names = [name for name, other in ENGINES.items() if key in other.options]
-            raise ConfigError(f"engine.{key} is for engine={', '.join(names)}, not engine={engine.name}")
+            raise ConfigError(f"engine.{key} is for engine={', '.join(names)}, got engine={engine.name}; leave it out")
     if spec.stage:
         deepspeed_config.check(engine)
     if engine.compile not in spec.compile:
         others = [name for name, other in ENGINES.items() if engine.compile in other.compile]
         raise ConfigError(
-            f"engine.compile={engine.compile} does not go with engine={engine.name}; use engine.compile="
+            f"engine.compile={engine.compile} is not available with engine={engine.name}; use engine.compile="
             f"{spec.compile[-1]}, or engine={', '.join(others)}"
         )
     if size > 1 and spec.one_process:
-        raise ConfigError(f"engine={engine.name} is one process, and the launcher started {size}; use engine=ddp")
+        raise ConfigError(f"engine={engine.name} runs in one process, and the launcher started {size}; use engine=ddp")
     if "replicas" in spec.options and size % replicas(engine, size, local_size):
-        raise ConfigError(f"engine.replicas={engine.replicas} does not divide {size} process(es)")
+        raise ConfigError(f"engine.replicas={engine.replicas} does not divide {size} process(es); set a divisor")
     if engine.cuda_graphs:
         if engine.compile == "none" or device.type != "cuda":
             raise ConfigError(
-                "engine.cuda_graphs=true is for what engine.compile=block or model compiles for a CUDA device"
+                "engine.cuda_graphs=true needs engine.compile=block or model, and a CUDA device; leave it out otherwise"
             )
         if spec.buckets and engine.compile == "model":
             # torch cuts the model where buckets end; graphs of such pieces have not been tried.
             raise ConfigError(
-                f"engine.cuda_graphs=true goes with engine.compile=block under engine={engine.name}, not with model"
+                f"engine.cuda_graphs=true with engine={engine.name} needs engine.compile=block, got model"
             )

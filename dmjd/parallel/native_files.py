@@ -273,17 +273,17 @@ def _check_on_disk(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
     held: dict[str, list[Chunk]] = {}
     for name, tensor in tensors.items():
         if {"", ".", ".."} & set(name.split("/")):  # names become folders where a checkpoint is laid out for DeepSpeed
-            raise ValueError(f"{name!r} is no name of a tensor")
+            raise ValueError(f"{name!r} is not a name of a tensor")
         for chunk in tensor.chunks:
             held.setdefault(chunk.file, []).append(chunk)
             if prod(chunk.shape) * tensor.dtype.itemsize > chunk.length:
                 raise ValueError(f"{name} is larger than the {chunk.length} bytes that hold it")
     for file, chunks in held.items():
         if not _SHARDS.fullmatch(file):
-            raise ValueError(f"it points to {file}, which is no file of shards")
+            raise ValueError(f"it points to {file}, which is not a file of shards")
         found = os.lstat(path / file)
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{file} is no regular file; put a copy of it in its place")
+            raise ValueError(f"{file} is not a regular file; put a copy of it in its place")
         chunks.sort(key=lambda chunk: chunk.start)
         if any(one.start + one.length > next.start for one, next in pairwise(chunks)):
             raise ValueError(f"two tensors share bytes of {file}")
@@ -323,7 +323,7 @@ class _WholeTensors(HuggingFaceStorageReader):
             held: list[str] = []
             for part in parts:
                 if not part.is_file():  # safetensors would wait for a pipe
-                    raise ValueError(f"its part {part.name!r} is no file beside it; copy the whole folder")
+                    raise ValueError(f"its part {part.name!r} is not a file beside it; copy the whole folder")
                 with safe_open(part, "pt") as opened:  # which checks sizes and offsets
                     if _SHARDING in (opened.metadata() or {}):
                         raise ValueError("it holds shards of tensors")

@@ -110,7 +110,9 @@ class SingleEngine:
     def _check_moments(self) -> None:
         # A parameter outside the loss has no moments at its first save, which the load after it would look for.
         idle = [name for name, p in self._owned.items() if p.requires_grad and not self._optimizer.state[p]]
-        assert not idle, f"{idle[0]} took no part in the loss; freeze it, or leave it out of the model"
+        assert not idle, (
+            f"{idle[0]} received no gradient, so it is not part of the loss; freeze it or remove it from the model"
+        )
         self._stepped = True
 
     @contextmanager

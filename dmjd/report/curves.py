@@ -43,7 +43,7 @@ PANEL = (4.4, 2.7)
 
 _FINE_TUNING_LOSS = "Training: with mixed and smoothed targets where these are on. Validation: with the labels."
 _PARTS = "Total: the weighted sum of the others."
-_LOSSES_DIFFER = "Losses of different methods, targets or patterns do not compare."
+_LOSSES_DIFFER = "Losses of different methods, targets or patterns are not comparable."
 
 
 class Chart(NamedTuple):

@@ -37,8 +37,8 @@ _OTHER_IMAGES = ("segment", "miou", "detect", "ap")
 """Evaluations that are never of the images of pre-training."""
 PUBLISHED_NOTE = (
     f"{MARK} Published figures: measured by their authors on ImageNet-1k (mIoU on ADE20K, AP on COCO), Gh. on "
-    f"{PAPER_GPUS} A100 40 GB. Scores of runs are of the data in the columns' notes: they compare with published "
-    "ones only if data and protocol agree."
+    f"{PAPER_GPUS} A100 40 GB. Scores of runs are measured on the data in the columns' notes. They are comparable "
+    "with published ones only if data and protocol agree."
 )
 _LONG_TITLE = 20
 _ETE = "effective training epochs, K x epochs done; a published sum includes those of the tokenizer."

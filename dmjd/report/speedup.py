@@ -38,12 +38,12 @@ def speedup(run: Run, baseline: Run, metrics: Sequence[Metric]) -> Speedup:
     ours, theirs = hardware(run), hardware(baseline)
     if len({*ours.devices, *theirs.devices}) != 1 or not (ours.devices and theirs.devices):
         there = "" if run is baseline else f", {baseline.name} on {_devices(theirs)}"
-        reason = f"{run.name} ran on {_devices(ours)}{there}: times on different devices do not compare."
+        reason = f"{run.name} ran on {_devices(ours)}{there}: times on different devices are not comparable."
         return _none("devices differ", reason)
     for each, used in ((run, ours), (baseline, theirs)):
         if len(used.world_sizes) != 1:
             sizes = " and ".join(map(str, used.world_sizes))
-            reason = f"{each.name} was launched with {sizes} processes, and no log says for how long with each."
+            reason = f"{each.name} was launched with {sizes} processes, and the log does not record the time with each."
             return _none("processes differ", reason)
     for metric in metrics:
         reference, curve = _timed(baseline, metric), _timed(run, metric)

@@ -188,7 +188,7 @@ def _manifest(folder: Path) -> _Manifest:
         # At most one folder deep and in one spelling, so that the file checked is the file read.
         plain = name.isprintable() and str(PurePosixPath(name)) == name and name.count("/") <= 1
         if not plain or {"", ".", ".."} & set(name.split("/")):
-            raise CheckpointError(f"{MANIFEST} lists {name[:80]!r}, which is no name of a file in a checkpoint")
+            raise CheckpointError(f"{MANIFEST} lists {name[:80]!r}, which is not a name of a file in a checkpoint")
         if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
             raise CheckpointError(f"{MANIFEST} has no size and SHA-256 of {name}")
     return _Manifest(step, entries)
@@ -324,7 +324,7 @@ def read_buffers(path: Path, *, average: bool = False) -> dict[str, torch.Tensor
     part = read_loop_state(path).get("buffers", {})
     found = part.get("averages" if average else "buffers", {}) if isinstance(part, dict) else None
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise CheckpointError(f"{path / LOOP_STATE} cannot be read: its buffers are no tensors by name")
+        raise CheckpointError(f"{path / LOOP_STATE} cannot be read: its buffers are not named tensors")
     return found
 
 
@@ -420,10 +420,14 @@ def weights_at(name: str, key: str, which: str = "newest") -> Path:
     path = Path(name)
     if which == "best":
         if not os.path.isdir(path / FOLDER):
-            raise CheckpointError(f"which=best needs a run folder, and {key}={name} is none; name one, or remove which")
+            raise CheckpointError(
+                f"which=best needs a run folder, and {key}={name} is not one; set one, or remove which"
+            )
         return best_checkpoint(path)
     if not os.path.exists(path):  # Path.exists() raises an error for a name that is too long
-        raise CheckpointError(f"{key}={name} is not there; name a file of weights, a run folder or a checkpoint in it")
+        raise CheckpointError(
+            f"{key}={name} does not exist; set a run folder, a checkpoint folder or a file of weights"
+        )
     if path.is_file():
         return path
     try:

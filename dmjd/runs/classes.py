@@ -28,7 +28,7 @@ def read_classes(checkpoint: Path) -> list[str]:
     try:
         names = parse_json(read_file(file))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError("it is no list of names")
+            raise ValueError("it is not a list of names")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     return names
@@ -48,7 +48,7 @@ def read_category_ids(checkpoint: Path) -> list[int]:
     try:
         ids = parse_json(read_file(file))
         if not isinstance(ids, list) or not all(type(each) is int for each in ids) or len({*ids}) != len(ids):
-            raise ValueError("it is no list of different numbers")
+            raise ValueError("it is not a list of different numbers")
         if len(ids) != len(read_classes(checkpoint)):
             raise ValueError(f"it has {len(ids)} numbers for {len(read_classes(checkpoint))} classes")
     except (OSError, ValueError) as error:

@@ -82,7 +82,7 @@ class RunFolder(RunPaths):
         """
         standing = standing_place(self.path)
         if not standing.is_dir():
-            raise ConfigError(f"run={self.path} is, or lies in, a file; name a folder")
+            raise ConfigError(f"run={self.path} is a file or is below one; name a folder")
         if not os.access(standing, os.W_OK):
             raise ConfigError(f"run={self.path}: {standing} cannot be written to; name another folder")
         self._check_places()
@@ -91,6 +91,7 @@ class RunFolder(RunPaths):
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
         recorded = self._recorded(committed)
         if recorded is None:
+            self._check_apart(config)
             return config
         before = self._stored(recorded, type(config))
         typed = config.typed or []
@@ -110,7 +111,7 @@ class RunFolder(RunPaths):
             if group is not None and key not in typed:
                 by, cure = f" by {groups[group]}", f"leave {groups[group]} out"
             raise ConfigError(
-                f"run={self.path} was started with {key}={old} and now {key}={new} is asked for{by}; "
+                f"run={self.path} was started with {key}={old}, and {key}={new} is set now{by}; "
                 f"{cure}, or name another folder"
             )
         return config
@@ -164,14 +165,29 @@ class RunFolder(RunPaths):
         merged.typed = first
         return merged, groups
 
+    def _check_apart(self, config: Config) -> None:
+        """Raise ConfigError for a folder among the images of the run, to which its pictures would be added."""
+        data = config.data
+        if data.name != "folder" or data.root is None:
+            return
+        root = Path(data.root)
+        images = (root / "train" if (root / "train").is_dir() else root).resolve()
+        if images in (self.path.resolve(), *self.path.resolve().parents):
+            raise ConfigError(
+                f"run={self.path} lies in data.root={data.root}, and its pictures would be among the images; name a "
+                "folder outside"
+            )
+
     def _check_places(self) -> None:
         """Check that every path that the run will write is free and writable."""
         for name in (*FILES, *FOLDERS):
             path = self.path / name
             if what := obstacle(path, folder=name in FOLDERS):
                 # A folder may be a link to a disk that is not mounted.
-                needed = "a folder, or a link to one" if name in FOLDERS else "a file"
-                raise ConfigError(f"{path} is {what}, and the run needs {needed}; move it away, or restore that")
+                needed = "a folder (or a link to one)" if name in FOLDERS else "a file"
+                raise ConfigError(
+                    f"{path} is {what}, and the run needs {needed} there; move it away or restore the former"
+                )
             rights = os.R_OK | (0 if name in REPLACED else os.W_OK) | (os.X_OK if name in FOLDERS else 0)
             if path.exists() and not os.access(path, rights):
                 raise ConfigError(
@@ -200,8 +216,8 @@ class RunFolder(RunPaths):
         named = Path(init).absolute(), Path(init).resolve()
         if not found or (known and known != found) or not any(path.is_relative_to(place) for place in named):
             raise CheckpointError(
-                f"init={init}: this run began from {path}, which is gone, has changed or lies elsewhere; restore it, "
-                f"or remove {self.provenance} to begin from the weights that init names now"
+                f"init={init}: this run started from {path}, which was removed, changed or moved; restore it, or "
+                f"remove {self.provenance} to start from the present weights of init"
             )
         if known:
             weights_at(str(path), "init")  # checks its files against its manifest
@@ -311,7 +327,7 @@ class RunFolder(RunPaths):
         try:
             record: dict[str, Any] = parse_json(read_file(self.provenance))
             if not isinstance(record["launches"], list):
-                raise ValueError("launches is no list")
+                raise ValueError("launches is not a list")
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%s) and is replaced", self.provenance, error)
             return {}

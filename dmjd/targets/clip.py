@@ -55,17 +55,17 @@ def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Modu
         config = None if ":" in model else open_clip.get_model_config(model)
         if config is None:
             raise ConfigError(
-                f"target.model={model} is no model of open_clip's; open_clip.list_models() names them, such as "
+                f"target.model={model} is not an open_clip model; open_clip.list_models() lists them, such as "
                 f"ViT-B-16-quickgelu (OpenAI's weights) and ViT-L-14, and {LOCAL}FOLDER is one of this machine's"
             )
         file = weights_file(weights, EXPECTED)
     if "hf_model_name" in config.get("text_cfg", {}):
         raise ConfigError(
-            f"target.model={model} has a text tower that open_clip makes from files of the network; take a model "
-            "whose text tower is its own"
+            f"target.model={model} has a text tower that open_clip downloads; choose a model with open_clip's "
+            "own text tower"
         )
     if "timm_model_name" in config.get("vision_cfg", {}):  # which timm would download
-        raise ConfigError(f"target.model={model} has an image tower of timm's; take a model with a ViT of open_clip's")
+        raise ConfigError(f"target.model={model} has a timm image tower; choose a model with open_clip's own ViT")
     # Absolute: some names, such as openai, open_clip would download.
     source = {} if file is None else {"pretrained": str(file.absolute())}
     try:
@@ -82,7 +82,7 @@ def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Modu
         ) from error
     tower: nn.Module = whole.visual
     if not hasattr(tower, "forward_intermediates") or not hasattr(tower, "ln_post"):
-        raise ConfigError(f"target.model={model} has no ViT for an image tower, and its features are no tokens")
+        raise ConfigError(f"target.model={model} has no ViT image tower, so no token features; choose one with a ViT")
     check_values(tower.state_dict(), f"target.weights={file or 'null'}")
     return tower.requires_grad_(False).eval()
 

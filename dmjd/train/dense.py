@@ -61,7 +61,7 @@ def resolve(config: C, run: RunFolder, world: World) -> C:
         )
     test_images(replace(config.data, check="none"), train)
     if isinstance(config, DetectConfig) and config.data.val == config.data.train:
-        logger.warning("data.val=%s is data.train too: validations score the training images", config.data.val)
+        logger.warning("data.val=%s equals data.train: validations use the training images", config.data.val)
     if isinstance(config, SegmentConfig) and config.test.mode == "whole" and "test.stride" in (config.typed or ()):
         logger.warning("test.stride is ignored with test.mode=whole")
     if window is None and "attention.global_blocks" in (config.typed or ()):

@@ -172,9 +172,9 @@ class Journal:
         self._warned = True
         workers, processors = self._config.workers, len(os.sched_getaffinity(0))
         needed = workers_needed(workers, seconds, waited)
-        advice = f"workers={needed} would hide it"
+        advice = f"set workers={needed}"
         if needed > processors:
-            advice += f", but this process may use {processors} processor(s) only; use more, or smaller image files"
+            advice += f", but this process may use {processors} CPU(s) only; allow more, or use smaller image files"
         logger.warning(
             "%.0f %% of the time is spent waiting for data, with workers=%d; %s",
             100 * waited / seconds,

@@ -57,6 +57,11 @@ Resolve = Callable[[Any, RunFolder, World], Any]
 Build = Callable[[Any, World, Path | None], Task]
 
 
+def resolve_pretraining(config: PretrainConfig, run: RunFolder, world: World) -> PretrainConfig:
+    """``config`` with what its recipe sets, by the images and the device."""
+    return apply_recipe(config, world.device, world.size)
+
+
 def pretrain(config: PretrainConfig, callbacks: Callbacks = ()) -> RunFolder:
     """:func:`train` of pre-training.
 
@@ -64,11 +69,7 @@ def pretrain(config: PretrainConfig, callbacks: Callbacks = ()) -> RunFolder:
         callbacks: or a function that makes them from the configuration that the run uses: see :meth:`RunFolder.check`
             and :func:`~dmjd.builders.recipe.apply_recipe`.
     """
-
-    def resolve(config: PretrainConfig, run: RunFolder, world: World) -> PretrainConfig:
-        return apply_recipe(config, world.device, world.size)
-
-    return train(config, resolve, partial(Pretraining, callbacks=callbacks))
+    return train(config, resolve_pretraining, partial(Pretraining, callbacks=callbacks))
 
 
 def finetune(config: FinetuneConfig) -> RunFolder:

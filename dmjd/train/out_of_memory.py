@@ -64,8 +64,8 @@ def _advice(config: TrainConfig, world: World) -> str:
     stronger = MODES[MODES.index(engine.activation_checkpointing) + 1 :]
     if stronger:
         remedies.append(f"engine.activation_checkpointing={stronger[0]}")
-    tried = f"try {' or '.join(remedies)}" if remedies else "use more GPUs, or an engine that shards"
-    return f"{tried}; dmjd {PLANS[config.command].replace('_', ' ')} lists what fits"
+    tried = f"try {' or '.join(remedies)}" if remedies else "use more GPUs, or a sharded engine such as engine=fsdp"
+    return f"{tried}; dmjd {PLANS[config.command].replace('_', ' ')} lists settings that fit"
 
 
 def _keep_snapshot(path: Path) -> str:
@@ -75,6 +75,6 @@ def _keep_snapshot(path: Path) -> str:
         torch.cuda.memory._dump_snapshot(str(draft))
         draft.replace(path)
     except OSError as error:
-        logger.warning("no snapshot of the memory at %s: %s", path, error)
+        logger.warning("cannot write the memory snapshot %s: %s", path, error)
         return ""
-    return f"; what was allocated is in {path}"
+    return f"; memory snapshot: {path}"

@@ -63,8 +63,8 @@ class Pretraining:
         if spec.count is not None or abs(rates.m_corr - spec.mask_ratio) < 0.005:
             why = ""
         masked, predicted = (
-            f"{100 * rates.m_corr:.3g} % masked in each{why}",
-            f"{100 * rates.m_pred:.3g} % predicted in all",
+            f"{100 * rates.m_corr:.3g} % masked in each view{why}",
+            f"{100 * rates.m_pred:.3g} % predicted over all views",
         )
         yield "masks", f"{count(spec.views, 'view')} of {grid[0]}x{grid[1]} tokens, {masked}, {predicted}"
 

@@ -34,7 +34,7 @@ class StepRange(NamedTuple):
         if not 1 <= window.first <= window.last:
             raise ConfigError(f"profile={text} must name steps from 1 on, the first before the last")
         if window.last > total_steps:
-            raise ConfigError(f"profile={text} ends behind the run, which has {total_steps} steps")
+            raise ConfigError(f"profile={text} exceeds the {total_steps} steps of the run; choose earlier steps")
         return window
 
 

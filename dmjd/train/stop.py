@@ -125,7 +125,7 @@ class Requests:
         self._asked.add("signal")
         if first and self._world.is_main:
             logger.warning(
-                "%s: saving at the next step and stopping; another one, after %.0f s, ends the run at once",
+                "%s: saving and stopping at the next step; a second signal after %.0f s or more ends the run at once",
                 number.name,
                 ECHO_SECONDS,
             )

@@ -29,10 +29,11 @@ def start_lines(config: TrainConfig, data: DataPipeline, task: Task, world: Worl
     yield _line("parameters", task.parameters)
     steps, images = data.steps_per_epoch, config.batch_size * data.steps_per_epoch
     left = len(data.source) - images
-    others = f"; {left} of the {len(data.source)} images are left out of each epoch, others in the next" if left else ""
+    others = f"; {left} of the {len(data.source)} images are dropped in each epoch, others in the next" if left else ""
     yield _line("steps", f"{steps} per epoch, {steps * config.epochs} in {count(config.epochs, 'epoch')}{others}")
     warmup = warmup_steps(config, steps)
-    yield _line("schedule", f"peak learning rate {task.peak_lr:.3g} after {count(warmup, 'step')} of warm-up")
+    short = "; the run ends before, lower optim.warmup_epochs" if warmup >= steps * config.epochs else ""
+    yield _line("schedule", f"peak learning rate {task.peak_lr:.3g} after {count(warmup, 'step')} of warm-up{short}")
     for title, text in task.details():
         yield _line(title, text)
 
@@ -72,7 +73,9 @@ def end_detail(run: RunFolder, total_steps: int) -> str:
     if rollbacks:
         parts.append(f"{rollbacks} rollback(s) (guard.jsonl)")
     if any(not isinstance(loss, float) or not math.isfinite(loss) for loss in losses):
-        parts.append("none was applied at the end: the run has diverged; start a new one with a lower optim.base_lr")
+        parts.append(
+            "the last steps were all skipped: the run has diverged; start a new one with a lower optim.base_lr"
+        )
     if replaced:
         parts.append(f"{replaced} bad image(s) were substituted (quarantine.jsonl)")
     return ", ".join(parts)

@@ -139,7 +139,7 @@ def test_the_static_form_takes_the_memory_of_a_step() -> None:
         ("head.num_classes", 2, "head.num_classes=2 is less than the 3 of the data"),
         ("head.pyramid", "fpn", "pyramid=fpn needs a backbone with stages, and a ViT has none; use pyramid=simple"),
         ("data.image_size", [64, 60], "64x60 is not divisible by backbone.patch_size=8"),
-        ("data.image_size", [8, 64], "8x64 is less than two tokens"),
+        ("data.image_size", [8, 64], "data.image_size=8x64 is too small"),
         ("engine.cuda_graphs", True, "engine.cuda_graphs=true is not available in dmjd detect"),
         ("attention.global_blocks", [4], "must be in 0..3"),
     ],

@@ -145,7 +145,7 @@ def test_frozen_layers_take_no_part_and_leave_the_others_alone(freeze: int) -> N
 
 
 def test_freezing_more_layers_than_there_are_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="freeze=5 exceeds the 4 layers"):
+    with pytest.raises(ConfigError, match="freeze=5 must be at most 4, the layers"):
         set_layers(classification(vit()), DECAY, 5)
 
 

@@ -177,7 +177,7 @@ def test_a_batch_is_its_micro_batches_of_whole_pairs() -> None:
         ({"mixup": 0.0}, 7, 1, 1, "micro-batches of 7"),
         ({"mixup": 0.0, "cutmix": 0.0}, 7, 1, 1, None),
         ({}, 8, 2, 2, None),
-        ({"randaugment": "rand-9"}, 8, 1, 1, "augment.randaugment=rand-9 is no RandAugment policy"),
+        ({"randaugment": "rand-9"}, 8, 1, 1, "augment.randaugment=rand-9 is not a RandAugment policy"),
         ({"cutmix": 1e-100}, 8, 1, 1, "augment.cutmix must be 0, for none, or at least 0.001, got 1e-100"),
         ({"mixup": 0.001}, 8, 1, 1, None),
     ],

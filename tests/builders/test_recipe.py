@@ -159,10 +159,14 @@ def test_images_that_are_too_small_are_an_error_with_the_cure(resolve: Resolve) 
     ("paths", "percent", "line"),
     [
         ([f"{kind}/{number}.png" for kind in "ab" for number in range(30)], 10, "data.val_percent=10"),
-        ([f"{kind}/{number}.png" for kind in "ab" for number in range(2)], 0, "none for scores, as they are too few"),
-        (["0.png"], 0, "none for scores, as"),
-        ([f"{number}.png" for number in range(30)], 0, "as that needs two class folders or more"),
-        ([f"a/{number}.png" for number in range(30)], 0, "as that needs two class folders or more"),
+        (
+            [f"{kind}/{number}.png" for kind in "ab" for number in range(2)],
+            0,
+            "no images are held out for evaluation: there are too few",
+        ),
+        (["0.png"], 0, "no images are held out for evaluation"),
+        ([f"{number}.png" for number in range(30)], 0, "scores need at least two class folders"),
+        ([f"a/{number}.png" for number in range(30)], 0, "scores need at least two class folders"),
     ],
 )
 def test_images_are_held_out_only_where_they_give_scores(

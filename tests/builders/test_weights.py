@@ -276,7 +276,7 @@ def test_initial_weights_are_the_average_or_the_student_on_demand(tmp_path: Path
         for name, value in objective.model.encoder.state_dict().items():
             assert torch.equal(value, expected[name]), (path, weights, name)
     checkpoint = next((finished_run / "checkpoints").glob("step-*"))
-    for weights, fault in (("ema", "has no average"), ("student", "has no student beside a teacher")):
+    for weights, fault in (("ema", "has no EMA weights"), ("student", "has no student beside a teacher")):
         with pytest.raises(ConfigError, match=f"weights={weights}, but .* {fault}"):
             load_weights(objective, checkpoint, weights)
 
@@ -418,7 +418,7 @@ def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
         (["experiment=mae"], ["experiment has no option 'mae'", "mae_vit_base"]),
         (["experiment=mae_vit_base", "backbone.dept=2"], ["backbone.dept is not a key", "depth"]),
         ([*described("mae"), "weights=untrained"], ["weights=untrained", "theirs.pth is a file"]),
-        ([*described("mae"), "weights=ema"], ["weights=ema", "theirs.pth has no average"]),
+        ([*described("mae"), "weights=ema"], ["weights=ema", "theirs.pth has no EMA weights"]),
         ([*described("mae"), "backbone.class_token=false", "pooling=cls"], ["unexpected encoder.cls_token"]),
         (["experiment=mae_vit_base", "backbone.num_heads=5"], ["backbone.embed_dim=768", "num_heads=5"]),
     ],
@@ -433,12 +433,14 @@ def test_words_that_do_not_fit_a_file_are_refused(words: list[str], parts: list[
 
 
 def test_a_run_knows_its_model_itself(finished_run: Path) -> None:
-    with pytest.raises(ConfigError, match=r"experiment and backbone describe files, and .* its own config.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"experiment and backbone describe files, and .* its own config.yaml; leave them out"
+    ):
         encoder_of(finished_run, "experiment=mae_vit_base")
 
 
 def test_a_name_that_is_nothing_may_have_been_a_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoint=.*mae\.pht is not there; name a file of weights"):
+    with pytest.raises(CheckpointError, match=r"checkpoint=.*mae\.pht does not exist; set a run folder"):
         encoder_of(tmp_path / "mae.pht", *described("mae"))
 
 
@@ -550,7 +552,7 @@ def test_a_consolidated_file_is_read_too(tmp_path: Path, finished_run: Path, tin
     expected = load_encoder(compose("knn", [f"checkpoint={finished_run}", "device=cpu"])).encoder.state_dict()
     found = encoder_of(file, *sizes, "data=digits").encoder.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    with pytest.raises(ConfigError, match="has no average"):
+    with pytest.raises(ConfigError, match="has no EMA weights"):
         encoder_of(file, *sizes, "data=digits", "weights=ema")
     with pytest.raises(CheckpointError, match="another encoder"):
         encoder_of(file, *sizes, "data=digits", "backbone.depth=2")
@@ -563,5 +565,5 @@ def test_an_init_that_is_not_there_is_refused_before_the_folder_exists(
     code, _, errors = dmjd("pretrain", *tiny(tmp_path / "run", f"init={tmp_path / name}"))
     assert code == 2
     assert len(errors.splitlines()) == 1
-    assert f"init={tmp_path / name} is" in errors
+    assert f"init={tmp_path / name} does not exist" in errors
     assert not (tmp_path / "run").exists()

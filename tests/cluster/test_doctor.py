@@ -292,7 +292,7 @@ def test_a_job_that_was_suspended_is_not_taken_for_dead(run: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("state", "advice"),
     [
-        ("OUT_OF_MEMORY (OutOfMemory)", "a node's memory was full: fewer workers, or --mem=0"),
+        ("OUT_OF_MEMORY (OutOfMemory)", "a node ran out of host memory: use fewer workers, or --mem=0"),
         ("CANCELLED", "a user or Slurm cancelled it: dmjd submit again resumes"),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_job_that_slurm_has_ended(run: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("reason", "advice"),
     [
-        ("Priority", "nothing: the job is queued"),
+        ("Priority", "wait: the job is queued"),
         (
             "launch_failed_requeued_held",
             "it does not start by itself: fix what the log reports, then scontrol release 7",
@@ -314,7 +314,7 @@ def test_a_job_that_slurm_has_ended(run: Path, monkeypatch: pytest.MonkeyPatch, 
         ("JobHeldAdmin", "it does not start by itself: fix what the log reports, then scontrol release 7"),
         ("DependencyNeverSatisfied", "it never starts: scancel 7"),
         ("PartitionTimeLimit", "it exceeds a limit: scancel 7, and submit again with another time"),
-        ("QOSMaxJobsPerUserLimit", "nothing: the job is queued"),
+        ("QOSMaxJobsPerUserLimit", "wait: the job is queued"),
         ("QOSMaxWallDurationPerJobLimit", "it exceeds a limit: scancel 7"),
     ],
 )
@@ -397,11 +397,11 @@ def test_the_newest_log_counts_and_not_the_last_by_name(run: Path) -> None:
 LINES = {
     "a GPU ran out of memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     "the host ran out of memory": "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks",
-    "got no shared memory": "ERROR: Unexpected bus error encountered in worker. This might be due to shared memory",
+    "ran out of shared memory": "ERROR: Unexpected bus error encountered in worker. This might be due to shared memory",
     "a disk was full": "OSError: [Errno 28] No space left on device: 'runs/x'",
     "a GPU failed": "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
     "a collective timed out": "[rank3]:[E] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)",
-    "did not find each other": "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
+    "the rendezvous of the nodes": "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
     "loopback address": "Gloo connectFullMesh failed with [/pytorch/third_party/gloo] timed out connecting",
     "port of the rendezvous": "RuntimeError: The server socket has failed to listen. EADDRINUSE, port: 29500",
     "connection to a rank": "[gloo/transport/tcp/pair.cc:545] Read error [10.0.0.2]:1: Connection reset by peer",

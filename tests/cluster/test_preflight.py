@@ -123,6 +123,15 @@ def test_what_is_compiled_is_the_step_of_a_target_that_reads_another_size(
     assert process.exitcode == 0
 
 
+def test_what_is_checked_follows_the_recipe_of_the_run(
+    tmp_path: Path, image_folder: Path, dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    words = ("experiment=own_photos", f"data.root={image_folder}", f"run={tmp_path}/run", "engine.device=cpu")
+    code, said, error = dmjd("preflight", *words)
+    assert code == 0, said + error
+    assert "ok     data        48 images" in said, "crops of 16x16 pixels, and not of the 96x96 without a recipe"
+
+
 @pytest.mark.parametrize(
     "choices",
     [("target=teacher", "target.layers=1", "ema_decay=0.99"), ("ema_decay=0.99",), ("backbone.drop_path=0.1",)],

@@ -66,7 +66,7 @@ def test_a_job_that_may_lose_nodes(tmp_path: Path) -> None:
         plan("pretrain", [*words, "min_nodes=4"])
     with pytest.raises(ConfigError, match="min_nodes must be an integer above 0, got '0'"):
         plan("pretrain", [*words, "min_nodes=0"])
-    with pytest.raises(ConfigError, match="for pretrain, finetune, segment, detect alone"):
+    with pytest.raises(ConfigError, match="needs one of the commands pretrain, finetune, segment, detect"):
         plan("preflight", [*words, "min_nodes=2"])
     site = tmp_path / "static.env"
     site.write_text("DMJD_RENDEZVOUS=static\n")
@@ -115,7 +115,7 @@ def test_an_array_whose_folders_only_the_run_could_tell_is_refused() -> None:
         ),
         ("DMJD_REQUEUE=True", "line 1 of SITE: DMJD_REQUEUE must be true or false, got 'True'"),
         ("\nDMJD_RENDEZVOUS=etcd", "line 2 of SITE: DMJD_RENDEZVOUS must be c10d or static, got 'etcd'"),
-        ("DMJD_CONTAINR=a.sif", "line 1 of SITE: DMJD_CONTAINR is none of DMJD_GPUS, DMJD_PYTHON, DMJD_CONTAINER"),
+        ("DMJD_CONTAINR=a.sif", "line 1 of SITE: DMJD_CONTAINR must be one of DMJD_GPUS, DMJD_PYTHON, DMJD_CONTAINER"),
         ("DMJD_IDLE_LIMIT=0", "DMJD_IDLE_LIMIT must be an integer above 0, got '0'"),
         ("DMJD_GPUS=eight", "DMJD_GPUS must be an integer above 0, got 'eight'"),
     ],
@@ -229,8 +229,12 @@ def test_preflight_takes_the_words_of_the_run_that_it_is_for(tmp_path: Path) -> 
     assert f"set -- engine=ddp run={tmp_path}/run experiment=demo batch_size=128 warm=true" in job.script
     with pytest.raises(ConfigError, match="batch_size=129 is not divisible by"):
         plan("preflight", [*words, "batch_size=129"])
+    assert plan("preflight", [*words[:-1], "warm=yes"]).script == job.script
+    assert plan("preflight", [*words, "warm=off"]).script == plan("preflight", words[:-1]).script
+    with pytest.raises(ConfigError, match="warm must be true or false, got 'twice'"):
+        plan("preflight", [*words, "warm=twice"])
     with pytest.raises(ConfigError, match="warm is not a key"):
-        plan("preflight", [*words, "warm=yes"])
+        plan("pretrain", words)  # the job would fail
 
 
 def test_a_fine_tuning_has_the_script_of_a_pre_training(tmp_path: Path) -> None:
@@ -276,7 +280,7 @@ def test_a_chain_is_for_sites_that_do_not_requeue(tmp_path: Path) -> None:
         (
             "train",
             (),
-            "'train' cannot be submitted; choose from pretrain, finetune, segment, detect, preflight, knn, linprobe",
+            "'train' cannot be submitted; did you mean pretrain? choose from pretrain, finetune, segment, detect, preflight, knn, linprobe",
         ),
         ("pretrain", ("site=nowhere",), "neither a file nor one of a100-40, a100-80, h100"),
         ("pretrain", ("nodes=two",), "nodes must be an integer above 0, got 'two'"),
@@ -306,7 +310,7 @@ def test_words_that_the_run_folder_refuses_are_met_before_the_queue(
 ) -> None:
     words = tiny(finished_run, "gpus=1")
     assert plan("pretrain", words).folder == finished_run
-    with pytest.raises(ConfigError, match=r"was started with seed=0 and now seed=1 is asked for"):
+    with pytest.raises(ConfigError, match=r"was started with seed=0, and seed=1 is set now"):
         plan("pretrain", [*words, "seed=1"])
     with pytest.raises(ConfigError, match="has checkpoints and resume=never"):
         plan("pretrain", [*words, "resume=never"])

@@ -136,5 +136,5 @@ def test_the_second_crop_is_not_augmented() -> None:
     "policy", ["", "randm9", "rand-m9-x", "rand-m", "rand-p2", "augmix-m3", "rand-m9-inc2", "rand-n0"]
 )
 def test_a_policy_that_timm_would_misread_is_rejected(policy: str) -> None:
-    with pytest.raises(ConfigError, match=r"^augment.randaugment=.* is no RandAugment policy; write rand"):
+    with pytest.raises(ConfigError, match=r"^augment.randaugment=.* is not a RandAugment policy; write rand"):
         training_batches(DataConfig(), classes_of(8), 4, 0, augment=AugmentConfig(randaugment=policy))

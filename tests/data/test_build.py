@@ -84,7 +84,7 @@ def test_auto_becomes_what_its_own_preset_says(
     assert resolved == compose("pretrain", [f"data={name}"]).data
     assert resolve_auto(resolved) is resolved
     (record,) = caplog.records
-    assert "data=auto takes" in record.getMessage()
+    assert "data=auto: using" in record.getMessage()
 
 
 def test_auto_does_not_pass_over_a_root_without_fashion_mnist(tmp_path: Path) -> None:

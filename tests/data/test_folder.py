@@ -431,6 +431,16 @@ def test_classes_without_training_images_do_not_shift_the_labels_of_the_test_spl
     assert train.skipped == {"empty folders": 1, "entries beside train": 1}
 
 
+@pytest.mark.parametrize("splits", [("training", "validation"), ("Train", "Val"), ("Train", "dev", "TEST")])
+def test_folders_that_are_named_as_splits_are_no_classes(tmp_path: Path, splits: tuple[str, ...]) -> None:
+    for name in splits:
+        save(tmp_path / name / "ant" / "1.png")
+    with pytest.raises(DataError, match=rf"folders {', '.join(sorted(splits))}, which would be classes; name those"):
+        ImageFolder(str(tmp_path), "train", channels=3)
+    save(tmp_path / "dog" / "1.png")
+    assert ImageFolder(str(tmp_path), "train", channels=3).classes == tuple(sorted({*splits, "dog"}))
+
+
 def test_a_configuration_of_an_older_version_lists_what_that_version_did(tmp_path: Path) -> None:
     for name in ("ant/1.png", "ant/2.gif", "bee/3.jpg", "bee/@eaDir/4.jpg", "cow/5.jfif"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -564,8 +574,8 @@ def test_a_class_on_one_side_is_reported_with_the_side_and_a_cure_that_exists() 
     [
         ("folder", ["ant"], 1e-6, "or set data.val_percent=0 to train on all images"),
         ("folder", ["ant"], 99.999999, "val_percent=99.999999 holds out 40 of the 40 images"),
-        ("folder", ["train/ant", "val/ant"], 10, "has held-out images in val/; leave data.val_percent out"),
-        ("folder", ["train/ant", "test/ant"], 10, "has held-out images in test/; leave data.val_percent out"),
+        ("folder", ["train/ant", "val/ant"], 10, "has held-out images in val/; set data.val_percent=0"),
+        ("folder", ["train/ant", "test/ant"], 10, "has held-out images in test/; set data.val_percent=0"),
         (
             "digits",
             ["ant"],

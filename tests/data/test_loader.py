@@ -332,7 +332,7 @@ def test_a_worker_that_is_busy_ends_when_its_parent_says_so() -> None:
     [
         ({"batch_size": 21}, "batch_size=21 must be between 1 and the 20 images of an epoch"),
         ({"batch_size": 0}, "batch_size=0 must be between 1 and the 20 images"),
-        ({"rank": 1, "world": 3}, "batch_size=4 must be a multiple of the 3 processes that share a batch"),
+        ({"rank": 1, "world": 3}, "batch_size=4 is not divisible by 3 processes"),
     ],
 )
 def test_impossible_batch_sizes_are_rejected(options: dict[str, int], sentence: str) -> None:

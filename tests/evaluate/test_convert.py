@@ -332,7 +332,7 @@ def same_names(found: State, shapes: states.Shapes) -> bool:
         (["output=mae.pth"], "is the input"),
         (["output=x.pth", "to=beit"], r""),
         (["output=x.pth", "source=beit"], r"read as beit, the file has 19 unknown"),
-        (["output=x.pth", "input=gone.pth"], "gone.pth is not there"),
+        (["output=x.pth", "input=gone.pth"], "gone.pth does not exist"),
         (["output=x.pth", "to=keras"], "to must be one of"),
         (["output=x.pth", "grid=[14,14,14]"], "grid must be a list of 2 integers"),
     ],

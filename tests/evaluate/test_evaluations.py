@@ -388,7 +388,7 @@ def test_a_run_that_moved_into_another_data_set_leaves_its_folder_behind(
     )
     shutil.rmtree(moved / "val")
     with pytest.raises(
-        DataError, match=r"no test split; .*trained on all images has seen those that data\.val_percent=10"
+        DataError, match=r"no test split; .*trained on all images of this folder; .*data\.val_percent=10"
     ):
         evaluate("knn", trained, f"data.root={moved}")
 
@@ -600,7 +600,7 @@ def test_images_without_labels_cannot_be_judged(run: Path, tmp_path: Path) -> No
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
     step = run / "checkpoints" / STEP
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         evaluate("knn", run / "absent")
     with pytest.raises(CheckpointError, match="is a folder of images"):
         evaluate("knn", run / "pictures")

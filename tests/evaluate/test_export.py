@@ -402,7 +402,7 @@ def test_untrained_weights_are_those_the_run_began_with(run: Path) -> None:
 
 def test_the_averaged_encoder(run: Path, mae_run: Path) -> None:
     before = snapshot(run)
-    with pytest.raises(ConfigError, match=r"weights=ema, .* no average"):
+    with pytest.raises(ConfigError, match=r"weights=ema, .* no EMA weights"):
         exported(run, "weights=ema")
     assert snapshot(run) == before
     path = exported(mae_run, "weights=ema")
@@ -562,7 +562,7 @@ def test_what_is_in_the_way_of_the_file_is_named(run: Path, name: str) -> None:
 
 
 def test_a_checkpoint_must_be_there_and_whole(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="absent is not there"):
+    with pytest.raises(CheckpointError, match="absent does not exist"):
         exported(run / "absent")
     (run / "checkpoints" / STEP / "__0_0.distcp").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="damaged"):

@@ -197,8 +197,8 @@ def test_a_record_says_that_trainings_before_saw_the_test_images(runs: tuple[Pat
     ("content", "fault"),
     [
         ('["a", "b", "c"]', "has 3 names, and the head 2"),
-        ('{"a": 1}', "cannot be read: it is no list of names"),
-        ("[1, 2]", "cannot be read: it is no list of names"),
+        ('{"a": 1}', "cannot be read: it is not a list of names"),
+        ("[1, 2]", "cannot be read: it is not a list of names"),
         ("[", "cannot be read"),
     ],
 )

@@ -314,7 +314,7 @@ def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
         (["a", "pooling=max"], "pooling must be one of cls, mean, got 'max'"),
         (["a", "b", "c", "pooling=mean,cls", "output=c.npz"], "pooling has 2 values for 3 checkpoint(s)"),
         (["checkpoints=[]"], "checkpoints must name at least one"),
-        (["a", "", "output=b.npz"], "checkpoints must be a path, got nothing"),
+        (["a", "", "output=b.npz"], "checkpoints must be a path, got an empty value"),
         (["output=b.npz"], "checkpoints is required"),
     ],
 )

@@ -154,14 +154,14 @@ def huge(content: bytes, old: bytes, new: bytes) -> bytes:
 
 
 NPZ: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
-    "object array": (lambda e: e.update({"ids.npy": npy(np.array([{}] * N), True)}), "ids: it is no one-dimensional"),
+    "object array": (lambda e: e.update({"ids.npy": npy(np.array([{}] * N), True)}), "ids: it is not a one"),
     "object names": (lambda e: e.update({"names.npy": npy(np.array(NAMES, object), True)}), "names: "),
     "10^9 rows": (
         lambda e: e.update({"features.npy": huge(e["features.npy"], b"(9, 5), }", b"(1000000000, 5), }")}),
         "features: it has 180 bytes for a shape of [1000000000, 5]",
     ),
     "another order": (lambda e: e.update({"features.npy": npy(np.asfortranarray(made().features["a"]))}), "features: "),
-    "wrong shape": (lambda e: e.update({"features.npy": npy(np.zeros(9, "f4"))}), "no two-dimensional array of <f4 or"),
+    "wrong shape": (lambda e: e.update({"features.npy": npy(np.zeros(9, "f4"))}), "not a two-dimensional array"),
     "no dimensions": (lambda e: e.update({"features.npy": npy(np.zeros((9, 0), "f4"))}), "no dimensions"),
     "fewer rows": (lambda e: e.update({"features.npy": npy(np.zeros((8, 5), "f4"))}), "9 names and 8 features of 'a'"),
     "NaN": (lambda e: e.update({"features.npy": npy(np.full((9, 5), np.nan, "f4"))}), "'a' hold NaN or infinity"),
@@ -171,8 +171,8 @@ NPZ: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
     "negative label": (lambda e: e.update({"labels.npy": npy(np.full(9, -2))}), "labels are from -2"),
     "split": (lambda e: e.update({"splits.npy": npy(np.array(["valid"] * N))}), "neither train nor test"),
     "newline": (lambda e: e.update({"names.npy": text("\n".join("a" * 10) + "\n")}), "10 names and 9 ids"),
-    "control": (lambda e: e.update({"names.npy": text("a\x1b[2J\n" * 9)}), "'a\\x1b[2J' is no name"),
-    "empty": (lambda e: e.update({"names.npy": text("\n" * 9)}), "'' is no name"),
+    "control": (lambda e: e.update({"names.npy": text("a\x1b[2J\n" * 9)}), "'a\\x1b[2J' is not a name"),
+    "empty": (lambda e: e.update({"names.npy": text("\n" * 9)}), "'' is not a name"),
     "not UTF-8": (lambda e: e.update({"names.npy": text("\udcff\n" * 9)}), "decode"),
     "cut names": (lambda e: e.update({"names.npy": text("a\n" * 8 + "b")}), "cut off"),
     "settings": (lambda e: e.update({"settings.npy": text("[" * 100_000)}), "nested too deeply"),
@@ -236,7 +236,7 @@ PARQUET: dict[str, tuple[Callable[[pa.Table], pa.Table], dict[str, Any], str]] =
     "10^6 dimensions": (column("features_0", [None] * N, WIDE), {}, "declares 9 rows of 40000"),
     "another type": (column("features_0", [[1.0]] * N), {}, "is of type list<"),
     "nulls": (column("features_0", [None] * N, pa.list_(pa.float32(), 5)), {}, "with 9 nulls"),
-    "null": (column("features_0", [[None] * 5] * N, pa.list_(pa.float32(), 5)), {}, "is no file of embeddings"),
+    "null": (column("features_0", [[None] * 5] * N, pa.list_(pa.float32(), 5)), {}, "is not a file of embeddings"),
     "NaN": (column("features_0", [[np.nan] * 5] * N, pa.list_(pa.float32(), 5)), {}, "hold NaN"),
     "newline": (column("name", ["a\nb"] * N), {}, "18 names and 9 ids"),
     "missing": (lambda before: before.drop_columns(["label"]), {}, "its columns are 'id', 'name', 'split', 'class'"),

@@ -217,9 +217,9 @@ def test_neighbours_vote_as_in_a_loop(encoder: Path, image_folder: Path, dmjd: C
     assert dmjd("predict", *words, f"labelled={encoder}", f"output={tmp_path / 'file.csv'}")[0] == 0
     assert (tmp_path / "file.csv").read_bytes() == (tmp_path / "run.csv").read_bytes()
     _, out, error = dmjd("predict", str(encoder), str(image_folder), *CPU, f"labelled={encoder}")
-    assert f"48 labelled images of {next((encoder / 'embeddings').iterdir())} vote" in error
+    assert f"kNN on 48 labelled images of {next((encoder / 'embeddings').iterdir())}" in error
     assert "60 images; top-1" in out
-    assert "of 12 labelled ones; 48 of them are among the images that vote, and not counted in an accuracy" in out
+    assert "of 12 labelled ones; 48 of them are among the labelled kNN images and not counted in the accuracy" in out
 
 
 def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmjd: Command, tmp_path: Path) -> None:

@@ -98,12 +98,12 @@ def test_a_sharded_folder_is_the_same_and_a_missing_part_is_named(tmp_path: Path
     index = tmp_path / "parts" / "model.safetensors.index.json"
     parts[0].rename(tmp_path / "elsewhere.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"its part 'model-00001.* is no file beside it; download the whole folder"
+        CheckpointError, match=r"its part 'model-00001.* is not a file beside it; download the whole folder"
     ):
         read(tmp_path / "parts")
     for content, fault in (
-        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "is no file beside it"),
-        ('{"weight_map": 3}', "no index of a sharded model"),
+        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "is not a file beside it"),
+        ('{"weight_map": 3}', "not an index of a sharded model"),
         ("[" * 100_000, "nested too deeply"),
     ):
         index.write_text(content)

@@ -155,9 +155,7 @@ def test_biases_of_q_and_v_of_two_shapes_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["blocks.².norm.weight", "blocks.²0.x", "²"])
 def test_digits_that_are_no_numbers_are_part_of_a_name(name: str) -> None:
-    with pytest.raises(
-        CheckpointError, match=rf"the nearest is mae, which does not know 2 of \d+: .*{re.escape(name)}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"the nearest is mae, which lacks 2 of \d+: .*{re.escape(name)}"):
         detect(draw(states.mae()) | {name: torch.ones(1), "blocks.1.y": torch.ones(1)})
 
 

@@ -202,7 +202,7 @@ def test_an_average_alone_is_read_and_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"ema\.shadow_params is a list of 1 tensors whose shapes are not"):
         read_state(path, "ema")
     torch.save({"model": STATE}, path)
-    with pytest.raises(ConfigError, match=r"weights=ema, but .* has no average"):
+    with pytest.raises(ConfigError, match=r"weights=ema, but .* has no EMA weights"):
         read_state(path, "ema")
 
 
@@ -450,7 +450,7 @@ def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), path)
     with pytest.raises(CheckpointError, match=r"it has nothing by name; of a module .* save the state_dict\(\)$"):
         read_state(path)
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         read_state(tmp_path / "none.pth")
 
 

@@ -96,6 +96,8 @@ UINT8 = torch.zeros(2, 4, 6, 3, dtype=torch.uint8)
         (normalise, (UINT8.float(), MEAN, STD), TypeError, "images must be uint8, got torch.float32"),
         (normalise, (UINT8, MEAN, STD, torch.int32), TypeError, "dtype must be floating, got torch.int32"),
         (normalise, (UINT8[0], MEAN, STD), ValueError, r"images must be \[B, H, W, C\], got shape \(4, 6, 3\)"),
+        (normalise, (UINT8, {0.4, 0.5, 0.6}, STD), TypeError, "mean must be a sequence of numbers"),
+        (normalise, (UINT8, torch.zeros(3, device="meta"), STD), TypeError, "mean must be a sequence of numbers"),
         (normalise, (UINT8, (0.5,), STD), ValueError, "each of the 3 channels, got 1 and 3"),
         (normalise, (UINT8, MEAN, (0.5,) * 4), ValueError, "each of the 3 channels, got 3 and 4"),
         (normalise, (UINT8, MEAN, (0.5, 0.0, 0.5)), ValueError, "std must be positive"),

@@ -85,7 +85,7 @@ def test_an_idle_rank_ends_with_the_run() -> None:
     assert left.value.code == 0
     server.delete_key(FINISHED)
     server = None
-    with pytest.raises(NotMet, match="rank 2 was idle, and the agent with the store of the ranks has ended"):
+    with pytest.raises(NotMet, match="idle rank 2: the store of the training ranks is gone"):
         stay_idle(client, 2)
 
 

@@ -133,4 +133,4 @@ def test_a_run_that_changed_its_world_size_has_no_known_hours(make_run: MakeRun,
     a100 = "NVIDIA A100-SXM4-40GB"
     outcome = against(make_run("run", curve=[(50, 99.0)], launches=[(a100, 8), (a100, 4)]), baseline)
     assert outcome.cell == "- (processes differ)"
-    assert outcome.reason == "run was launched with 8 and 4 processes, and no log says for how long with each."
+    assert outcome.reason == "run was launched with 8 and 4 processes, and the log does not record the time with each."

@@ -185,12 +185,12 @@ def test_other_weights_in_the_same_shards_have_another_fingerprint(tmp_path: Pat
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda listed: {name: f"../{file}" for name, file in listed.items()}, "is no file beside it"),
+        (lambda listed: {name: f"../{file}" for name, file in listed.items()}, "is not a file beside it"),
         (lambda listed: {**listed, "parameter/more": min(listed.values())}, "lack tensors that it lists"),
         (lambda listed: dict(list(listed.items())[1:]), "holds other tensors than it lists"),
-        (lambda listed: dict.fromkeys(listed, 3), "is no file beside it"),
-        (lambda listed: dict.fromkeys(listed, ".."), "'..' is no file beside it"),
-        (lambda listed: dict.fromkeys(listed, "pipe"), "'pipe' is no file beside it"),
+        (lambda listed: dict.fromkeys(listed, 3), "is not a file beside it"),
+        (lambda listed: dict.fromkeys(listed, ".."), "'..' is not a file beside it"),
+        (lambda listed: dict.fromkeys(listed, "pipe"), "'pipe' is not a file beside it"),
     ],
 )
 def test_an_index_that_does_not_fit_its_files_is_an_error(

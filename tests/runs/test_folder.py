@@ -55,6 +55,17 @@ def test_opening_records_what_was_asked_and_where_it_runs(tmp_path: Path) -> Non
     assert not [name for name in files(run.path) if name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("inside", ["", "runs/first"])
+def test_a_run_among_its_images_is_rejected(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "photos")
+    config = configure("data=folder", f"data.root={tmp_path}/photos")
+    with pytest.raises(ConfigError, match=r"its pictures would be among the images; name a folder outside"):
+        RunFolder(tmp_path / "link" / inside).check(config)
+    (tmp_path / "photos" / "train").mkdir()
+    assert RunFolder(tmp_path / "link" / inside).check(config) is config
+
+
 @pytest.mark.parametrize("word", ["data.crop_pct=0.5", "data.max_bad_percent=5", "data.cache_gib=7", "data.timeout=9"])
 def test_what_no_step_depends_on_may_change(tmp_path: Path, word: str) -> None:
     started(tmp_path).check(configure(word))
@@ -80,7 +91,7 @@ def test_a_run_that_stored_auto_goes_on_with_its_own_data_alone(tmp_path: Path, 
     store_auto(run, name, known_by)
     (other,) = STEPS.keys() - {name}
     run.check(configure(f"data={name}"))
-    with pytest.raises(ConfigError, match=f"was started with data.name={name} and now data.name={other} is asked for"):
+    with pytest.raises(ConfigError, match=f"was started with data.name={name}, and data.name={other} is set now"):
         run.check(configure(f"data={other}"))
 
 
@@ -88,7 +99,7 @@ def test_a_run_that_stored_auto_and_a_root_was_on_fashion_mnist(tmp_path: Path) 
     run = started(tmp_path)
     run.config.write_text(to_yaml(configure("data=auto", "data.root=images")))
     run.check(configure("data=fashion_mnist", "data.root=images"))
-    with pytest.raises(ConfigError, match=r"data\.name=fashion_mnist and now data\.name=digits"):
+    with pytest.raises(ConfigError, match=r"data\.name=fashion_mnist, and data\.name=digits"):
         run.check(configure("data=digits", "data.root=images"))
 
 
@@ -113,12 +124,12 @@ def test_data_that_are_not_resolved_yet_are_no_difference(tmp_path: Path) -> Non
     """Where a job is submitted, the data set of its nodes is not known."""
     run = started(tmp_path)
     run.check(configure("data=auto"))
-    with pytest.raises(ConfigError, match=r"seed=0 and now seed=1"):
+    with pytest.raises(ConfigError, match=r"seed=0, and seed=1"):
         run.check(configure("data=auto", "seed=1"))
 
 
 def test_of_several_differences_that_of_the_data_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.name=digits and now data\.name=fashion_mnist"):
+    with pytest.raises(ConfigError, match=r"data\.name=digits, and data\.name=fashion_mnist"):
         started(tmp_path).check(configure("epochs=1", "seed=4", "data=fashion_mnist", "optim.base_lr=1"))
 
 
@@ -178,12 +189,12 @@ def test_typed_keys_and_groups_apply_or_are_an_error(tmp_path: Path) -> None:
     assert (again.log_every, again.workers) == (3, 5)
     assert run.check(configure("workers=0")).workers == 0
     for words, difference in (
-        (["optim.weight_decay=0.05"], "optim.weight_decay=0.01 and now optim.weight_decay=0.05"),
-        (["method=mae"], "is asked for by method=mae; leave method=mae out, or name another folder"),
-        (["experiment=mae_vit_base"], "is asked for by experiment=mae_vit_base; leave"),
-        (["mask=uniform"], "mask.views=2 and now mask.views=1 is asked for by mask=uniform"),
-        (["mask=uniform", "mask.views=1"], "mask.views=2 and now mask.views=1 is asked for; keep"),
-        (["data=fashion_mnist"], "data.name=digits and now data.name=fashion_mnist"),
+        (["optim.weight_decay=0.05"], "optim.weight_decay=0.01, and optim.weight_decay=0.05"),
+        (["method=mae"], "is set now by method=mae; leave method=mae out, or name another folder"),
+        (["experiment=mae_vit_base"], "is set now by experiment=mae_vit_base; leave"),
+        (["mask=uniform"], "mask.views=2, and mask.views=1 is set now by mask=uniform"),
+        (["mask=uniform", "mask.views=1"], "mask.views=2, and mask.views=1 is set now; keep"),
+        (["data=fashion_mnist"], "data.name=digits, and data.name=fashion_mnist"),
     ):
         with pytest.raises(ConfigError, match=difference):
             run.check(configure(*words))
@@ -215,7 +226,7 @@ def test_a_run_of_a_version_that_stored_no_overrides_goes_on(tmp_path: Path, mon
     assert count == 2
     run.config.write_text(text)
     assert run.check(configure()).optim.weight_decay == 0.01
-    with pytest.raises(ConfigError, match=r"data\.name=digits and now data\.name=fashion_mnist"):
+    with pytest.raises(ConfigError, match=r"data\.name=digits, and data\.name=fashion_mnist"):
         run.check(configure("data=fashion_mnist"))
 
 
@@ -241,7 +252,7 @@ def test_checkpoints_know_the_experiment_where_the_folder_has_lost_it(
     shutil.copy(run.config, run.checkpoints / "step-00000001")
     lose(run.config)
     run.check(configure("log_every=3"))
-    with pytest.raises(ConfigError, match="was started with seed=0 and now seed=5"):
+    with pytest.raises(ConfigError, match="was started with seed=0, and seed=5"):
         run.check(configure("seed=5"))
 
 

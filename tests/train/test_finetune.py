@@ -335,7 +335,7 @@ def test_a_run_of_few_images_brings_its_recipe_unless_a_preset_is_typed(pretrain
 
 BAD = {
     "no init": ([], "init is required"),
-    "no file": (["missing"], "init=missing is not there"),
+    "no file": (["missing"], "init=missing does not exist"),
     "a folder of images": (["{tmp}/whole"], "whole is a folder of images, which data.root names; init names a run"),
     "an empty file": (["{tmp}/w.safetensors"], "w.safetensors cannot be read as a checkpoint: it is empty"),
     "a pre-training folder": (["{run}", "run={run}"], "is a run of dmjd pretrain; name another folder"),

@@ -59,7 +59,7 @@ def test_waiting_for_data_is_warned_of_once_with_the_workers_that_would_hide_it(
     warnings_of: Callable[..., list[str]],
 ) -> None:
     (sentence,) = warnings_of([(10.0, 9.0), (10.0, 0.5), (10.0, 5.0), (10.0, 5.0)])
-    assert sentence == "50 % of the time is spent waiting for data, with workers=2; workers=4 would hide it"
+    assert sentence == "50 % of the time is spent waiting for data, with workers=2; set workers=4"
 
 
 def test_the_start_of_the_workers_and_a_short_wait_are_no_news(warnings_of: Callable[..., list[str]]) -> None:
@@ -68,7 +68,7 @@ def test_the_start_of_the_workers_and_a_short_wait_are_no_news(warnings_of: Call
 
 def test_more_workers_than_processors_are_no_advice(warnings_of: Callable[..., list[str]]) -> None:
     (sentence,) = warnings_of([(10.0, 0.0), (10.0, 9.0)], workers=4)
-    assert "workers=40 would hide it, but this process may use 16 processor(s) only" in sentence
+    assert "set workers=40, but this process may use 16 CPU(s) only" in sentence
 
 
 @pytest.mark.parametrize(("steps", "every"), [(1, 1), (399, 1), (900, 4), (20_000, 100), (10**6, 100)])

@@ -40,7 +40,7 @@ def test_the_next_smaller_micro_batch_and_the_next_mode_are_what_to_try() -> Non
 
 def test_where_one_image_is_too_much_more_gpus_are_the_advice() -> None:
     sentence = said("batch_size=2", "engine.grad_accum_steps=2", "engine.activation_checkpointing=full")
-    assert "use more GPUs, or an engine that shards" in sentence
+    assert "use more GPUs, or a sharded engine" in sentence
 
 
 def test_other_errors_pass() -> None:
@@ -81,7 +81,7 @@ def test_a_snapshot_of_the_memory_is_kept(tmp_path: Path, history: bool) -> None
     config = compose("pretrain", [f"memory_history={str(history).lower()}"])
     kept = []
     with (
-        pytest.raises(OutOfMemory, match=r"GiB of .* in a step; .*; what was allocated is in .*rank-00000\.pickle$"),
+        pytest.raises(OutOfMemory, match=r"GiB of .* in a step; .*; memory snapshot: .*rank-00000\.pickle$"),
         explain_out_of_memory(config, tmp_path, alone(torch.device("cuda", 0))),
     ):
         kept += [torch.zeros(12345678, device="cuda"), torch.empty(2**43, dtype=torch.uint8, device="cuda")]

@@ -6,18 +6,24 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from dmjd.builders import recipe
 from dmjd.builders.recipe import Schedule
-from dmjd.compose import from_yaml
+from dmjd.compose import compose, from_yaml
 from dmjd.config import PretrainConfig
+from dmjd.data.small import Digits
+from dmjd.parallel.world import alone
 from dmjd.runs.folder import RunFolder
 from dmjd.train import loop
 from dmjd.train.pretraining import next_steps
+from dmjd.train.summary import start_lines
 from tests.compare import checkpoints, reason, rows
 
 Dmjd = Callable[..., tuple[int, str, str]]
@@ -93,7 +99,7 @@ def test_the_first_start_and_the_end_say_what_was_done(photos: Path, tmp_path: P
         "epochs=10",
         "images      48 in 2 classes; crops of 16x16 pixels",
         "steps       1 per epoch, 10 in 10 epochs\n",
-        "75 % masked in each (mask.mask_ratio=0.6 is rounded to 3 of 4 masked units)",
+        "75 % masked in each view (mask.mask_ratio=0.6 is rounded to 3 of 4 masked units)",
     ):
         assert part in err, part
     assert "embed_dim" not in err, "a typed key is no rule's"
@@ -127,3 +133,13 @@ def test_the_end_advises_only_commands_that_work_and_names_skipped_steps(
     assert "knn" not in end["next"]
     assert "dmjd report" in end["next"]
     assert not [row for row in rows(tmp_path / "run") if "knn_top1" in row], "no labels are held out"
+
+
+@pytest.mark.parametrize(("epochs", "cut"), [(10, True), (40, True), (41, False)])
+def test_a_warm_up_that_the_run_does_not_outlast_is_reported(epochs: int, cut: bool) -> None:
+    config = compose("pretrain", ["experiment=mae_vit_base", "data.root=photos", f"epochs={epochs}"])
+    data: Any = SimpleNamespace(steps_per_epoch=1, added=0, source=Digits("train"))
+    task: Any = SimpleNamespace(parameters="", peak_lr=1e-3, details=list)
+    (line,) = (line for line in start_lines(config, data, task, alone(torch.device("cpu"))) if "schedule" in line)
+    assert line.startswith("schedule    peak learning rate 0.001 after 40 steps of warm-up")
+    assert line.endswith("; the run ends before, lower optim.warmup_epochs") == cut

@@ -24,7 +24,7 @@ Words = Callable[..., list[str]]
         ("steps:-3-5", r"profile must be steps:FIRST-LAST"),
         ("steps:0-4", r"profile=steps:0-4 must name steps from 1 on"),
         ("steps:5-4", r"profile=steps:5-4 must name steps from 1 on, the first before the last"),
-        ("steps:18-21", r"profile=steps:18-21 ends behind the run, which has 20 steps"),
+        ("steps:18-21", r"profile=steps:18-21 exceeds the 20 steps of the run"),
     ],
 )
 def test_a_malformed_window_is_refused(text: str, sentence: str) -> None:

@@ -163,7 +163,7 @@ def test_another_experiment_is_refused_before_anything_is_touched(
 ) -> None:
     run = pretrain(words("run"))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=f"{part} and now {word}"):
+    with pytest.raises(ConfigError, match=f"{part}, and {word}"):
         pretrain(words("run", word))
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(str
     shutil.copytree(straight / "checkpoints", run / "checkpoints")
     before = sorted(run.rglob("*"))
     for word, was in (("backbone.depth=2", "backbone.depth=1"), ("backbone.embed_dim=64", "backbone.embed_dim=32")):
-        with pytest.raises(ConfigError, match=f"was started with {was} and now {word} is asked for") as caught:
+        with pytest.raises(ConfigError, match=f"was started with {was}, and {word} is set now") as caught:
             pretrain(words("run", word))
         assert "\n" not in str(caught.value)
         assert sorted({*run.rglob("*")} - {run / ".lock"}) == before
@@ -249,10 +249,12 @@ def test_init_of_a_run_that_still_trains_is_that_of_the_first_start(
             pretrain(more)
     later.rename(last)  # meanwhile the other run went on
     away = first.rename(tmp_path / first.name)
-    with pytest.raises(CheckpointError, match=rf"init={source}: this run began from {first}, which is gone, .* remove"):
+    with pytest.raises(
+        CheckpointError, match=rf"init={source}: this run started from {first}, which was removed, .* remove"
+    ):
         pretrain(more)
     shutil.copytree(last, first)
-    with pytest.raises(CheckpointError, match="has changed"):
+    with pytest.raises(CheckpointError, match="removed, changed or moved"):
         pretrain(more)
     shutil.rmtree(first)
     away.rename(first)

@@ -252,20 +252,18 @@ def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pyt
 )
 def test_options_of_another_engine_are_refused(other: str, options: dict[str, Any], names: str) -> None:
     (key,) = options
-    with pytest.raises(ConfigError, match=rf"^engine\.{key} is for engine={names}, not engine={other}$"):
+    with pytest.raises(ConfigError, match=rf"^engine\.{key} is for engine={names}, got engine={other}; leave it out$"):
         join_world(CPU, engine(other, **options))
 
 
 @pytest.mark.parametrize(("compiled", "device"), [("none", "cuda"), ("block", "cpu")])
 def test_cuda_graphs_are_of_what_is_compiled_for_cuda(compiled: str, device: str) -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.cuda_graphs=true is for .* engine\.compile=block .* CUDA device$"):
+    with pytest.raises(ConfigError, match=r"^engine\.cuda_graphs=true needs engine\.compile=block .* CUDA device"):
         join_world(torch.device(device), engine("ddp", compile=compiled, cuda_graphs=True))
 
 
 def test_a_model_that_ddp_cuts_does_not_become_cuda_graphs() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^engine\.cuda_graphs=true goes with engine\.compile=block under engine=ddp"
-    ):
+    with pytest.raises(ConfigError, match=r"^engine\.cuda_graphs=true with engine=ddp needs engine\.compile=block"):
         join_world(torch.device("cuda"), engine("ddp", compile="model", cuda_graphs=True))
 
 

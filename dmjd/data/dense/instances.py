@@ -116,7 +116,7 @@ class _Reader:
             add, count = self._category, len(self._categories)
         try:
             if type(item) is not dict:
-                raise _Fault(f"{_shown(item)}, which is no object")
+                raise _Fault(f"{_shown(item)}, which is not an object")
             add(item)
         except _Fault as error:
             raise _Fault(f"has {key}[{count}]: {error}") from error
@@ -181,7 +181,7 @@ class _Reader:
                 self._points.fromlist(polygon)
                 self._ends.append(len(self._points))
         except (TypeError, OverflowError) as error:
-            raise _Fault(f"annotation {number} with a polygon of values that are no numbers") from error
+            raise _Fault(f"annotation {number} with a polygon of values that are not numbers") from error
 
     def _run_lengths(self, number: int, mask: dict[str, Any]) -> None:
         size, counts = mask.get("size"), mask.get("counts")

@@ -117,11 +117,11 @@ def decode_counts(text: str) -> npt.NDArray[np.int64]:
         return codes
     last = np.flatnonzero(codes & 32 == 0)
     if codes.min() < 0 or codes.max() > 63 or not len(last) or last[-1] != len(codes) - 1:
-        raise ValueError("counts that are no run lengths")
+        raise ValueError("counts that are not run lengths")
     starts = np.concatenate(([0], last[:-1] + 1))
     lengths = last - starts + 1
     if lengths.max() > 7:
-        raise ValueError("counts that are no run lengths")
+        raise ValueError("counts that are not run lengths")
     shifts = 5 * (np.arange(len(codes)) - np.repeat(starts, lengths))
     numbers: npt.NDArray[np.int64] = np.add.reduceat((codes & 31) << shifts, starts)
     numbers -= np.where(codes[last] & 16, 1 << 5 * lengths, 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dmjd.config.data import ENDINGS
+from dmjd.config.fields import suggestion
 from dmjd.data.held_out import HeldOut
 from dmjd.errors import ConfigError, DataError, StorageError
 from dmjd.files import at_home, replace_file
@@ -191,7 +191,8 @@ def run(arguments: Sequence[str]) -> Iterator[str]:
         DataError: if the source or the shard set is missing or damaged.
     """
     if not arguments or arguments[0] not in COMMANDS:
-        raise ConfigError(f"dmjd shards takes one of {', '.join(COMMANDS)}; dmjd shards --help shows how")
+        hint = suggestion(arguments[0], COMMANDS) if arguments else ""
+        raise ConfigError(f"dmjd shards takes one of {', '.join(COMMANDS)}{hint}; dmjd shards --help shows how")
     name, command = arguments[0], COMMANDS[arguments[0]]
     positional, options = [], {}
     for argument in arguments[1:]:
@@ -201,8 +202,7 @@ def run(arguments: Sequence[str]) -> Iterator[str]:
         elif key in command.keys:
             options[key] = at_home(value)
         else:
-            near = difflib.get_close_matches(key, command.keys, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = suggestion(key, command.keys)
             raise ConfigError(f"{key} is not a key of dmjd shards {name}{hint}; usage: dmjd shards {command.usage}")
     if not command.counts[0] <= len(positional) <= command.counts[1]:
         raise ConfigError(f"usage: dmjd shards {command.usage}")

@@ -330,7 +330,7 @@ def _check_names(content: Any) -> None:
         if isinstance(item, Mapping):
             for key in item:
                 if isinstance(key, str) and ("/" in key or not key.strip(".")):
-                    raise ValueError(f"it holds {key!r}, which is no name of a parameter")
+                    raise ValueError(f"it holds {key!r}, which is not a name of a parameter")
             waiting += item.values()
         elif isinstance(item, list | tuple):
             waiting += item

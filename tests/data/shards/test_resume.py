@@ -179,6 +179,6 @@ def test_other_shards_and_another_seed_are_refused_by_name(
     both = "fingerprint {}, and data.root now has .* images of fingerprint {};".format(*before_and_now)
     with pytest.raises(ConfigError, match=both):
         loop.pretrain(compose("pretrain", words(copy)))
-    with pytest.raises(ConfigError, match="was started with seed=0 and now seed=1 is asked for"):
+    with pytest.raises(ConfigError, match="was started with seed=0, and seed=1 is set now"):
         loop.pretrain(compose("pretrain", words(finished, "seed=1")))
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before

@@ -192,14 +192,14 @@ def test_what_a_stream_cannot_have_is_said(error: type[Exception], said: str, va
 def test_what_is_only_for_streams_or_never_for_them_is_said(tars: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.samples is for data.name=stream"):
         build_dataset(DataConfig(name="digits", samples=3), "train")
-    with pytest.raises(ConfigError, match=r"can only be trained from"):
+    with pytest.raises(ConfigError, match=r"is for training only"):
         build_dataset(config(piped(tars)), "test")
     stream = training_source(config(piped(tars)))
     assert isinstance(stream, TarStream)
     for arguments, message in (
         ((61, 0), "batch_size=61 must be between 1 and the 60 images of an epoch"),
-        ((8, 0, 0, 3), "must be a multiple of the 3 processes"),
-        ((56, 0, 0, 7), r"7 processes cannot share the 6 tar\(s\)"),
+        ((8, 0, 0, 3), "is not divisible by 3 processes"),
+        ((56, 0, 0, 7), r"data.root has 6 tar\(s\), fewer than 7 processes"),
     ):
         with pytest.raises(ConfigError, match=message):
             training_batches(DataConfig(), stream, *arguments)
@@ -213,7 +213,7 @@ def test_online_knn_of_a_stream_is_refused_before_anything_is_written(
     )
     code, _, said = dmjd("pretrain", *words)
     assert code == 2
-    assert "can only be trained from" in said
+    assert "is for training only" in said
     assert not (tmp_path / "run").exists()
 
 

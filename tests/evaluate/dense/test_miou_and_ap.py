@@ -145,13 +145,13 @@ def test_ap_of_a_run_has_the_detections_of_its_validation(
 
 
 def test_each_command_is_for_its_kind_of_run(segmented: Path, detected: tuple[Path, list[list[Any]]]) -> None:
-    with pytest.raises(ConfigError, match=r"is no segmentation model; train one with dmjd segment"):
+    with pytest.raises(ConfigError, match=r"is not a segmentation model; train one with dmjd segment"):
         miou(detected[0])
-    with pytest.raises(ConfigError, match=r"is no detection model; train one with dmjd detect"):
+    with pytest.raises(ConfigError, match=r"is not a detection model; train one with dmjd detect"):
         ap(segmented)
     with pytest.raises(ConfigError, match=r"results=.* is a folder; name a file"):
         ap(detected[0], f"results={segmented}")
-    with pytest.raises(ConfigError, match=r"is no detection model"):
+    with pytest.raises(ConfigError, match=r"is not a detection model"):
         ap(segmented, "data.val=train2017")
     with pytest.raises(DataError, match=r"no label of a whole image; name labelled ones with data=folder"):
         evaluate("knn", compose("knn", [f"checkpoint={segmented}", *COMMON]))

@@ -129,7 +129,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_zero3_is_compiled_by_blocks() -> None:
     check_fit(EngineConfig(name="zero3", compile="block"), torch.device("cuda"), 2, 2)
     with pytest.raises(
-        ConfigError, match=r"engine\.compile=model does not go with engine=zero3; use .*=block, or engine=single, ddp"
+        ConfigError,
+        match=r"engine\.compile=model is not available with engine=zero3; use .*=block, or engine=single, ddp",
     ):
         check_fit(EngineConfig(name="zero3", compile="model"), torch.device("cuda"), 2, 2)
 
