@@ -191,13 +191,17 @@ def _has_encoder(part: Any) -> bool:
 
 
 def _averages(file: Mapping[Any, Any]) -> list[str]:
-    """Keys and prefixes of all averages that hold an encoder."""
+    """Keys and prefixes of all averages that hold an encoder; one for all that a key of an average holds."""
     found = list[str]()
-    for key, part in _states({"": file}, depth=_MOST_OUTER + 1):
-        encoders = dict.fromkeys(match[1] for name in _without_wrappers(part) if (match := _ENCODER.match(name)))
-        inside = [f"{key}.{first}" for first in encoders if _is_average(first)]
-        found += inside or [key] * (_is_average(key) and _has_encoder(part))
-    return [key.strip(".") for key in found]
+    bare = [("", file)] if any(_is_weight(name) for name in _tensors(file)) else []
+    for top, states in [("", bare), *((str(key), list(_states({key: part}))) for key, part in file.items())]:
+        inside = list[str]()
+        for key, part in states:
+            encoders = dict.fromkeys(match[1] for name in _without_wrappers(part) if (match := _ENCODER.match(name)))
+            prefixes = [f"{key}.{first}".strip(".") for first in encoders if _is_average(first)]
+            inside += prefixes or [key] * (_is_average(key) and _has_encoder(part))
+        found += [top] if inside and _is_average(top) else inside
+    return found
 
 
 def _is_average(key: str) -> bool:

@@ -54,6 +54,10 @@ def read_weights(
     held = read_state(path, weights)
     official = official_names(held.tensors)
     state, beside = peel(held.tensors if official is None else official)
+    if others := [name for name in beside if name.endswith("patch_embed.proj.weight")]:
+        raise CheckpointError(
+            f"{path} holds several encoders, one of them with {summary(others)}; save the weights of one to a file"
+        )
     try:
         layout, fitting = detect(state, beside) if source == "auto" else (LAYOUTS[source], [source])
     except CheckpointError as error:

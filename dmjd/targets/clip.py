@@ -18,7 +18,7 @@ from dmjd.ops.images import normalise
 from dmjd.safe_load import check_torch, one_line, parse_json, weights_only_forced
 from dmjd.targets.features import NORMS, frozen_on, normalise_features, render_features
 from dmjd.targets.tokenizer import TargetSpec, check_grid, input_size, register
-from dmjd.targets.weights import weights_file
+from dmjd.targets.weights import check_values, weights_file
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's own training images, whatever the student is given."""
@@ -83,6 +83,7 @@ def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Modu
     tower: nn.Module = whole.visual
     if not hasattr(tower, "forward_intermediates") or not hasattr(tower, "ln_post"):
         raise ConfigError(f"target.model={model} has no ViT image tower, so no token features; choose one with a ViT")
+    check_values(tower.state_dict(), f"target.weights={file or 'null'}")
     return tower.requires_grad_(False).eval()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from dmjd.errors import ConfigError
@@ -51,7 +53,7 @@ def load_frozen(module: nn.Module, state: dict[str, Tensor], file: Path, expecte
     """Give ``module`` exactly these weights, freeze it and set it to evaluation.
 
     Raises:
-        ConfigError: naming a tensor that is missing, too many or of another shape.
+        ConfigError: naming a tensor that is missing, too many or of another shape, or that holds no weights.
     """
     own = module.state_dict()
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
@@ -59,5 +61,20 @@ def load_frozen(module: nn.Module, state: dict[str, Tensor], file: Path, expecte
     for what, names in (("lacks", missing), ("has an unknown", unknown), ("has another shape of", shaped)):
         if names:
             raise ConfigError(f"target.weights={file} {what} {names[0]}; expected is {expected}")
+    check_values(state, f"target.weights={file}")
     module.load_state_dict(state)
     module.requires_grad_(False).eval()
+
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_values(state: Mapping[str, Tensor], source: str) -> None:
+    """Raise ConfigError for a tensor of ``state`` that is not dense and floating, or not finite in float32: its target
+    would be the same for every image."""
+    for name, value in state.items():
+        dense = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+        if not dense or value.dtype not in _FLOATS:
+            raise ConfigError(f"{source}: {name} is no dense tensor of floating-point values; store one")
+        if not bool(value.float().isfinite().all()):
+            raise ConfigError(f"{source}: NaN or infinity in {name}; download or convert the file again")

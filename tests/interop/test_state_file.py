@@ -165,6 +165,13 @@ def test_of_several_averages_none_is_chosen(tmp_path: Path, case: str) -> None:
     assert str(caught.value) == f"{path} holds several averages: {keys}; save one of them to a file"
 
 
+def test_what_an_average_holds_beside_its_weights_is_no_other_average(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    average = {name: value + 1 for name, value in ENCODER.items()}
+    torch.save({"model": ENCODER, "ema": {"shadow": average, "backup": ENCODER}}, path)
+    same_bits(read_state(path, "ema").tensors, average)
+
+
 def test_a_student_and_a_teacher_may_be_prefixes_of_an_encoder(tmp_path: Path) -> None:
     """As in lightly's examples of DINO and iBOT."""
     path = tmp_path / "checkpoint.pth"

@@ -205,3 +205,14 @@ def test_norms_of_queries_are_an_error_that_names_them(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "file.pth")
     with pytest.raises(CheckpointError, match=r"it has encoder\.blocks\.0\.attn\.k_norm\.bias, .* use the model's own"):
         load_encoder(compose("knn", [f"checkpoint={tmp_path / 'file.pth'}", "device=cpu"]))
+
+
+@pytest.mark.parametrize("other", ["", "encoder.", "student.", "critic.trunk."])
+def test_of_two_encoders_none_is_chosen(tmp_path: Path, other: str) -> None:
+    state = timm.models.VisionTransformer(embed_dim=192, depth=1, num_heads=3, num_classes=0).state_dict()
+    both = {prefix + name: value for prefix in ("backbone.", other) for name, value in state.items()}
+    torch.save(both, tmp_path / "file.pth")
+    with pytest.raises(CheckpointError) as caught:
+        load_encoder(compose("knn", [f"checkpoint={tmp_path / 'file.pth'}", "device=cpu"]))
+    assert "file.pth holds several encoders, one of them with " in str(caught.value)
+    assert str(caught.value).endswith("patch_embed.proj.weight; save the weights of one to a file")

@@ -146,6 +146,14 @@ def test_a_wrong_name_or_file_is_one_sentence(clip: tuple[str, Any], tmp_path: P
         assert "\n" not in str(caught.value)
 
 
+def test_a_tower_with_nan_is_an_error(clip: tuple[str, Any], tmp_path: Path) -> None:
+    state = torch.load(clip[0])
+    state["visual.proj"][0] = torch.nan
+    torch.save(state, tmp_path / "nan.pt")
+    with pytest.raises(ConfigError, match=r"nan\.pt: NaN or infinity in proj; download"):
+        load_clip(NAME, str(tmp_path / "nan.pt"), (32, 32))
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [

@@ -148,6 +148,29 @@ def test_missing_or_foreign_weights_are_one_sentence_that_tells_how_to_make_them
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda value: value.fill_(float("nan")), "NaN or infinity in blocks.input.b"),
+        (lambda value: value.double().fill_(1e300), "NaN or infinity in blocks.input.b"),
+        (lambda value: value.to(torch.int8), "blocks.input.b is no dense tensor of floating-point values"),
+        (lambda value: value.to(torch.complex64), "blocks.input.b is no dense tensor"),
+        (lambda value: value.to("meta"), "blocks.input.b is no dense tensor"),
+        (lambda value: value.to_sparse(), "blocks.input.b is no dense tensor"),
+    ],
+    ids=["nan", "beyond float32", "int8", "complex", "meta", "sparse"],
+)
+def test_a_tensor_that_holds_no_weights_is_named(
+    dvae_file: Path, change: Callable[[Tensor], Tensor], part: str
+) -> None:
+    """The codes of NaN are one code for all images."""
+    state = torch.load(dvae_file)
+    torch.save(state | {"blocks.input.b": change(state["blocks.input.b"])}, dvae_file)
+    with pytest.raises(ConfigError) as caught:
+        load_dvae(str(dvae_file), CODES)
+    assert str(caught.value).startswith(f"target.weights={dvae_file}: {part}")
+
+
 def test_weights_must_be_named_and_of_the_size_asked_for(dvae_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"target.weights must name a file: the encoder of DALL-E"):
         load_dvae(None, CODES)
