@@ -166,6 +166,7 @@ BAD_OVERRIDES = {
     "optim.base_lr=nan": ["optim.base_lr", "above 0", "nan"],
     "keep_checkpoints=0": ["keep_checkpoints", "above 0"],
     "mask.mask_ratio=75": ["mask.mask_ratio must be above 0 and below 1, got 75; 75 % is 0.75"],
+    "data.crop_pct=1e-9": ["data.crop_pct must be at least 0.1 and at most 1, got 1e-09"],
     "data.mean=[123.675]": [
         "data.mean must be",
         "at most 1, got 123.675; divide values for pixels in 0..255 by 255: 0.485",

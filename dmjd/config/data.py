@@ -99,7 +99,7 @@ class DataConfig:
     crop_scale: list[float] = numbers(0.2, 1.0, length=2, above=0, most=1)
     crop_ratio: list[float] = numbers(0.75, 4 / 3, length=2, above=0)
     interpolation: str = choice("bicubic", "bilinear")
-    crop_pct: float = may_change(number(0.875, above=0, most=1))
+    crop_pct: float = may_change(number(0.875, least=0.1, most=1))
     second_size: list[int] | None = size(least=1, most=16_384)
     flip: bool = True
     jitter: float = number(0.0, least=0, most=1)
