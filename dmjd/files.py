@@ -71,7 +71,8 @@ def drafted(path: Path) -> Iterator[Path]:
     raises. An OSError names ``path``: that of a full disk names nothing."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
         yield draft
         draft.replace(path)
     except BaseException as error:
