@@ -32,8 +32,12 @@ _log = logging.getLogger("dmjd")
 
 _CHECK_THREADS = 16  # opening files is bound by the disk or the network
 _CHECK_CHUNK = 256
-_OTHER_SPLITS = frozenset(["train", "training", "trainset", "val", "valid", "validation", "dev", "test", "testing"])
-"""Names of splits elsewhere, in lower case: train/ is found in this spelling alone."""
+_OTHER_SPLITS = [
+    spelled
+    for name in ("train", "training", "trainset", "val", "valid", "validation", "dev", "test", "testing")
+    for spelled in (name, name.capitalize(), name.upper())
+]
+"""Names of splits elsewhere: train/ is found in this spelling alone."""
 _PLAIN_ENDING = re.compile(r"\.[a-z0-9]{1,8}")
 
 
@@ -206,10 +210,10 @@ def _find_split(root: Path, split: Split, split_by_hash: bool, skipped: Counter[
     if held_out is not None and not divided:
         raise DataError(f"{root} has a folder {held_out.name}/ but no train/; put the training images into train/")
     train = root / "train" if divided else root
-    folders = [] if divided else [name for name, kind in _list(str(root), Counter()) if kind == FOLDER]
-    if folders and _OTHER_SPLITS.issuperset(map(str.lower, folders)) and len(folders) > 1:
+    splits = [] if divided else sorted(name for name in _OTHER_SPLITS if (root / name).is_dir())
+    if len(splits) > 1 and splits == [name for name, kind in _list(str(root), Counter()) if kind == FOLDER]:
         raise DataError(
-            f"{root} has the folders {', '.join(folders)}, which would be classes; name those of a split train/ and "
+            f"{root} has the folders {', '.join(splits)}, which would be classes; name those of a split train/ and "
             "val/ or test/, or set data.root to one of them"
         )
     if split_by_hash:

@@ -68,9 +68,6 @@ class LinprobeConfig(EvaluationConfig):
     null: the protocol's value; with protocol=auto a value that depends on the number of training images, and on
     ImageNet MAE's (docs/evaluation.md).
 
-    null: the protocol's value; with protocol=auto a value that depends on the number of training images, and on
-    ImageNet MAE's (docs/evaluation.md).
-
     protocol: auto: MAE's linear probe, with values that depend on the number of images. mae, convmae, dmjd: the
         published linear probes. beit: a linear layer on each block; the best on the test images is reported. attentive:
         V-JEPA's cross-attention from one query. cached: features computed once, linear layers at all rates in one pass.

@@ -66,15 +66,12 @@ def load_frozen(module: nn.Module, state: dict[str, Tensor], file: Path, expecte
     module.requires_grad_(False).eval()
 
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
 def check_values(state: Mapping[str, Tensor], source: str) -> None:
     """Raise ConfigError for a tensor of ``state`` that is not dense and floating, or not finite in float32: its target
     would be the same for every image."""
     for name, value in state.items():
-        dense = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-        if not dense or value.dtype not in _FLOATS:
-            raise ConfigError(f"{source}: {name} is no dense tensor of floating-point values; store one")
+        dense = value.layout is torch.strided and not value.is_meta
+        if not dense or not value.is_floating_point() or value.dtype.itemsize < 2:  # 8 bits need a scale
+            raise ConfigError(f"{source}: {name} is not a dense tensor of 16, 32 or 64-bit floats; store it as one")
         if not bool(value.float().isfinite().all()):
             raise ConfigError(f"{source}: NaN or infinity in {name}; download or convert the file again")

@@ -153,10 +153,10 @@ def test_missing_or_foreign_weights_are_one_sentence_that_tells_how_to_make_them
     [
         (lambda value: value.fill_(float("nan")), "NaN or infinity in blocks.input.b"),
         (lambda value: value.double().fill_(1e300), "NaN or infinity in blocks.input.b"),
-        (lambda value: value.to(torch.int8), "blocks.input.b is no dense tensor of floating-point values"),
-        (lambda value: value.to(torch.complex64), "blocks.input.b is no dense tensor"),
-        (lambda value: value.to("meta"), "blocks.input.b is no dense tensor"),
-        (lambda value: value.to_sparse(), "blocks.input.b is no dense tensor"),
+        (lambda value: value.to(torch.int8), "blocks.input.b is not a dense tensor of 16, 32 or 64-bit floats"),
+        (lambda value: value.to(torch.complex64), "blocks.input.b is not a dense tensor"),
+        (lambda value: value.to("meta"), "blocks.input.b is not a dense tensor"),
+        (lambda value: value.to_sparse(), "blocks.input.b is not a dense tensor"),
     ],
     ids=["nan", "beyond float32", "int8", "complex", "meta", "sparse"],
 )
