@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmjd.ops import _native
-from dmjd.ops._lib import autocast_dtype, define, without_autocast
+from dmjd.ops._lib import _transformed, autocast_dtype, define, without_autocast
 from dmjd.ops.arguments import number, require_tensors
 
 MOST_TOKENS = {32: 288, 64: 256, 80: 256}
@@ -32,6 +32,8 @@ def _window_bias(bias: Tensor, batch: int) -> Tensor:
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    if not torch.compiler.is_compiling() and _transformed((q, k, v, bias)):
+        return _reference(q, k, v, bias, scale)[0]  # PyTorch's attention on the CPU has no forward mode and no vmap
     mask = None if bias is None else _window_bias(bias, q.shape[0])
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
@@ -197,8 +199,8 @@ def _shapes(named: dict[str, Tensor]) -> str:
 def _check(op: str, named: dict[str, Tensor], bias: Tensor | None) -> None:
     """Check q, k and v in ``named``, [B, N, H, D], and bias."""
     q = named["q"]
-    if q.ndim != 4 or any(tensor.shape != q.shape for tensor in named.values()):
-        raise ValueError(f"{op}: q, k and v must have one shape [B, N, H, D], got {_shapes(named)}")
+    if q.ndim != 4 or q.shape[3] < 1 or any(tensor.shape != q.shape for tensor in named.values()):
+        raise ValueError(f"{op}: q, k and v must have one shape [B, N, H, D], D at least 1, got {_shapes(named)}")
     if bias is not None:
         batch, tokens, heads, _ = q.shape
         fits = bias.ndim in (3, 4) and bias.shape[-3:] == (heads, tokens, tokens)
@@ -208,9 +210,11 @@ def _check(op: str, named: dict[str, Tensor], bias: Tensor | None) -> None:
                 f"{_shapes(named)}"
             )
         named = {**named, "bias": bias}
+    if not q.is_floating_point():
+        raise TypeError(f"{op}: q must be floating point, got {q.dtype}")
     for name, tensor in named.items():
-        if not tensor.dtype.is_floating_point or tensor.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} must have q's floating dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must have q's dtype {q.dtype}, got {tensor.dtype}")
     if any(tensor.device != q.device for tensor in named.values()):
         places = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items())
         raise ValueError(f"{op}: all tensors must be on one device, got {places}")
@@ -228,9 +232,10 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None,
     """``softmax(scale * q @ k.T + bias) @ v`` per head, in the layout of the projections of q, k and v.
 
     CUDA kernels support bfloat16 and float16 with heads of 32 (up to 288 tokens), 64 and 80 (up to 256), if a head fits
-    shared memory. Softmax and sums are float32 and bitwise deterministic, gradients included. Second derivatives and
-    torch.func transforms use PyTorch's operations. Everything else uses
-    :func:`torch.nn.functional.scaled_dot_product_attention`. Under autocast all tensors are cast to its dtype.
+    shared memory. Softmax and sums are float32 and bitwise deterministic, gradients included. torch.func transforms,
+    and second derivatives of what the kernels support, use PyTorch's operations. Everything else uses
+    :func:`torch.nn.functional.scaled_dot_product_attention`, which has no second derivatives on the CPU. Under autocast
+    all tensors are cast to its dtype.
 
     Args:
         q: ``[B, N, H, D]`` floating point, any strides; not copied if rows of D are contiguous and aligned to 16 bytes,

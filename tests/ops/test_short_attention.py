@@ -241,20 +241,53 @@ def test_second_derivatives_and_forward_mode_agree_with_finite_differences(case:
     assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize("case", [Case(2, 3, 2, 8), Case(2, 3, 1, 8, 2)])
+def test_transforms_of_what_the_kernels_do_not_support(case: Case) -> None:
+    qkv, bias, grad = make(case, spread=0.3)
+    inputs = (qkv,) if bias is None else (qkv, bias)
+    tangents = tuple(torch.randn_like(tensor) for tensor in inputs)
+    step = 1e-6
+    ahead, back = (
+        short_attention_packed(
+            *(tensor + sign * step * tangent for tensor, tangent in zip(inputs, tangents, strict=True))
+        )
+        for sign in (1, -1)
+    )
+    out, tangent = torch.func.jvp(short_attention_packed, inputs, tangents)
+    torch.testing.assert_close(out, short_attention_packed(*inputs))
+    torch.testing.assert_close(tangent, (ahead - back) / (2 * step), rtol=1e-6, atol=1e-8)
+    stacked = torch.stack([qkv, 2 * qkv])
+    each = torch.stack([short_attention_packed(one, bias) for one in stacked])
+    torch.testing.assert_close(torch.vmap(lambda one: short_attention_packed(one, bias))(stacked), each)
+
+    def loss(qkv: Tensor) -> Tensor:
+        return (short_attention_packed(qkv, bias) * grad).sum()
+
+    gradient = torch.func.grad(loss)
+    (second,) = torch.func.vjp(gradient, qkv)[1](tangents[0])
+    shift = step * tangents[0]
+    differences = (gradient(qkv + shift) - gradient(qkv - shift)) / (2 * step)
+    torch.testing.assert_close(second, differences, rtol=1e-5, atol=1e-8)  # the Hessian is symmetric
+
+
 def test_errors_name_the_argument() -> None:
     qkv, bias, _ = make(CASES[2])
     assert bias is not None
     q, k, v = qkv.unbind(2)
-    with pytest.raises(ValueError, match=r"one shape \[B, N, H, D\], got q \[4, 9, 2, 80\], k \[4, 8, 2, 80\]"):
+    with pytest.raises(ValueError, match=r"one shape \[B, N, H, D\], .* got q \[4, 9, 2, 80\], k \[4, 8, 2, 80\]"):
         short_attention(q, k[:, 1:], v)
     with pytest.raises(ValueError, match=r"W a divisor of B, got \[3, 2, 9, 9\]"):
         short_attention(q, k, v, bias[:1].expand(3, -1, -1, -1))
     with pytest.raises(ValueError, match=r"bias must be \[H, N, N\].*got \[9, 9\]"):
         short_attention(q, k, v, bias[0, 0])
-    with pytest.raises(TypeError, match=r"v must have q's floating dtype torch\.float64, got torch\.float32"):
+    with pytest.raises(TypeError, match=r"v must have q's dtype torch\.float64, got torch\.float32"):
         short_attention(q, k, v.float())
-    with pytest.raises(TypeError, match=r"bias must have q's floating dtype torch\.float64, got torch\.bool"):
+    with pytest.raises(TypeError, match=r"bias must have q's dtype torch\.float64, got torch\.bool"):
         short_attention(q, k, v, bias > 0)
+    with pytest.raises(TypeError, match=r"q must be floating point, got torch\.int64"):
+        short_attention(q.long(), k.long(), v.long())
+    with pytest.raises(ValueError, match=r"D at least 1, got q \[4, 9, 2, 0\]"):
+        short_attention(q[..., :0], k[..., :0], v[..., :0])
     with pytest.raises(ValueError, match="must be on one device, got q on cpu, k on meta"):
         short_attention(q, k.to("meta"), v)
     with pytest.raises(ValueError, match=r"qkv must be \[B, N, 3, H, D\], got \[4, 9, 2, 80\]"):
