@@ -16,7 +16,8 @@ Study j needs photographs of solar cells: pip install --no-deps elpv-dataset (CC
 part and no dependency of this project), then `photographs` writes 22.9 MB of JPEG files for `run --elpv FOLDER`.
 
 Every finished training is a line of the record (benchmarks/results/evidence.jsonl), and later calls skip it: a call
-that ends by --limit, or is killed, is continued by the same call with the same record.
+that ends by --limit, or is killed, is continued by the same call with the same record. To repeat a study, give it other
+--seeds and benchmarks/results/evidence_repeated.jsonl as --record: the page then has both.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("command", choices=("run", "steps", "speed", "plan", "page", "photographs"))
     parser.add_argument("--studies", type=Path, default=HERE / "studies", help="folder of the YAML files")
     parser.add_argument("--only", default="", help="studies in the order to run them, such as a,e")
+    parser.add_argument("--seeds", help="such as 5,6,7: in place of those of the studies, to repeat one")
     parser.add_argument("--record", type=Path, default=ROOT / "benchmarks/results/evidence.jsonl")
     parser.add_argument("--data", help="folder of Fashion-MNIST's files; default: found or downloaded")
     parser.add_argument("--elpv", type=Path, help="folder that `photographs` writes; without it run leaves out study j")
@@ -68,13 +70,17 @@ def main() -> None:
             parser.error("photographs needs --elpv FOLDER")
         return write_images(options.elpv)
     plan = Plan.read(options.studies, [name for name in options.only.split(",") if name])
+    if options.seeds is not None:
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+        plan.studies = [replace(study, seeds=seeds) for study in plan.studies]
     rows = Rows.read(options.record)
     if options.command == "plan":
         print_plan(plan, rows, options.rate)
     elif options.command == "page":
-        from evidence.page import write_page  # matplotlib, which training does not need
+        from evidence.page import REPEATED, write_page  # matplotlib, which training does not need
 
-        write_page(plan, rows, options.page, options.page.parent / "images")
+        again = Rows.read(ROOT / REPEATED)
+        write_page(plan, rows, again, options.page, options.page.parent / "images")
     elif options.command == "steps":
         measure_steps(options, plan, rows)
     else:

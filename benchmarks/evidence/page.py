@@ -25,6 +25,8 @@ SCORES = {
     "balanced": "balanced accuracy",
     "accuracy": "accuracy",
 }
+REPEATED = "benchmarks/results/evidence_repeated.jsonl"
+"""Rows of studies that were trained once more, with other seeds."""
 UNTRAINED = "untrained"
 """Name of the encoder before training in a comparison."""
 HEAD = """# Evidence
@@ -45,11 +47,17 @@ smallest difference that as many seeds would have found with power .8. A claim t
 the interval is above 0 and *does not hold* if it is below; a claim that two arms are equal *holds* if the interval is
 within the stated points, and *does not hold* if it is outside. Else this experiment *cannot tell*. No interval is
 corrected for the number of claims: of 20 claims without any effect, one has an interval without 0.
+
+No interval counts the search for the rate, which has one seed. *Rates differ* marks claims about arms with other rates,
+whose difference may be that of the rates; follow-ups repeat them at equal rates.
 """
 
 
-def write_page(plan: Plan, rows: Rows, page: Path, figures: Path) -> list[str]:
-    """Write the page and a figure of each study that has a measured claim; returns the figures' names."""
+def write_page(plan: Plan, rows: Rows, again: Rows, page: Path, figures: Path) -> list[str]:
+    """Write the page and a figure of each study that has a measured claim; returns the figures' names.
+
+    ``again``: rows of studies that were repeated with other seeds.
+    """
     names, sections, findings, missing = [], [], [], []
     for study in plan.studies:
         found = {name: rows.full(arm, study.rates) for name, arm in study.arms.items()}
@@ -60,7 +68,7 @@ def write_page(plan: Plan, rows: Rows, page: Path, figures: Path) -> list[str]:
         name = f"evidence_{study.name}.png"
         _figure(study, found, figures / name)
         names.append(name)
-        sections.append("\n".join(_section(study, found, rows, name)))
+        sections.append("\n".join((*_section(study, found, rows, name), *_repeated(study, found, again))))
         counts = " | ".join(f"{verdicts.count(each) or '-'}" for each in VERDICTS)
         findings.append(f"| [{study.name}. {study.title}](#{_anchor(study)}) | {counts} |")
     parts = [HEAD.format(held=HELD_OUT)]
@@ -119,6 +127,8 @@ def _section(study: Study, found: Found, rows: Rows, figure: str) -> Iterator[st
     yield "\n| claim | in the paper | score | difference, interval [detectable] | finding |\n|---|---|---|---|---|"
     for comparison in study.comparisons:
         difference_of, result = _compared(comparison, study, found)
+        if result != MISSING and _rates_differ(comparison, study, rows):
+            result += ", rates differ"
         limit = f" (within {comparison.within:g})" if comparison.expect == "equal" else ""
         paper, score = comparison.paper, SCORES[comparison.score]
         yield f"| {comparison.claim} | {paper} | {score}{limit} | {difference_of} | {result} |"
@@ -150,6 +160,32 @@ def _time_to_accuracy(study: Study, found: Found, rows: Rows) -> Iterator[str]:
             seconds = " | ".join("-" if limit is None else f"{limit:.0f}" for limit in limits)
             mean_score = mean(row["scores"][score] for row in trained)
             yield f"| {arm.label} | {mean_score:.2f} | {images / 1e6:.1f} million | {seconds} |"
+
+
+def _rates_differ(comparison: Comparison, study: Study, rows: Rows) -> bool:
+    arms = [study.arms[name] for name in (comparison.first, comparison.second) if name != UNTRAINED]
+    return len({rows.best_rate(arm.tuned, study.rates) for arm in arms}) > 1
+
+
+def _repeated(study: Study, found: Found, again: Rows) -> Iterator[str]:
+    """Both differences of each claim that was measured a second time."""
+    second = {name: again.full(arm, study.rates) for name, arm in study.arms.items()}
+    lines = []
+    for comparison in study.comparisons:
+        (first_points, first), (points, result) = (_compared(comparison, study, each) for each in (found, second))
+        if MISSING not in (first, result):
+            lines.append(f"| {comparison.claim} | {first_points} | {points} | {result} |")
+    if not lines:
+        return
+    rows = [row for arm in second.values() for row in arm.values()]
+    seeds = ",".join(f"{seed}" for seed in sorted({row["seed"] for row in rows}))
+    commits = ", ".join(sorted({row["commit"][:8] for row in rows}))
+    yield f"Repeated on another visit, with other seeds and their own search for the rates (commit {commits}):\n"
+    yield "| claim | difference, interval [detectable] | the same, repeated | finding of the repetition |"
+    yield "|---|---|---|---|"
+    yield from lines
+    yield f"\n    PYTHONPATH=benchmarks python -m evidence run --only {study.name} --seeds {seeds} \\"
+    yield f"        --record {REPEATED}\n"
 
 
 def _compared(comparison: Comparison, study: Study, found: Found) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,19 +165,24 @@ def test_the_page_of_complete_and_incomplete_studies(
 ) -> None:
     page = module(monkeypatch, "page")
     plan, rows = studies.Plan.read(STUDIES, ["j", "a", "i"]), studies.Rows(tmp_path / "rows.jsonl")
-    effects = {"DMJD": 3.0, "DM:": 1.0, "K = 1, 40": -0.1}
+    effects, arms = {"DMJD": 3.0, "DM:": 1.0, "K = 1, 40": -0.1}, plan.studies[1].arms
 
     def train(kept: Callable[[Any], bool]) -> None:
         for job in filter(kept, list(plan.jobs(rows))):
             effect = next((value for name, value in effects.items() if job.arm.label.startswith(name)), 0.0)
-            rows.add(row_of(job, 80 + effect + job.seed))
+            preferred = job.stage == "tune" and job.rate == 5e-4 and job.arm.id == arms["k2"].id
+            rows.add(row_of(job, 80 + effect + job.seed + preferred))
 
-    others = {arm.id for arm in plan.studies[2].arms.values()} | {plan.studies[1].arms["k4_short"].id}
+    others = {arm.id for arm in plan.studies[2].arms.values()} | {arms["k4_short"].id}
     for _ in range(2):
         train(lambda job: job.arm.source == "elpv" or (job.seed < 3 and job.arm.id not in others))
     for row in rows.rows.values():
         row["scores"] |= {name: 70.0 for name in row["scores"] if name.startswith("untrained")}
-    assert page.write_page(plan, rows, tmp_path / "page.md", tmp_path / "images") == [
+    again, other = studies.Rows(tmp_path / "again.jsonl"), studies.Plan([replace(plan.studies[1], seeds=[5, 6])], [])
+    for _ in range(2):
+        for job in [job for job in other.jobs(again) if job.arm.id in {arms["k2"].id, arms["k4"].id}]:
+            again.add(row_of(job, 80 + 2 * job.seed * (job.arm.id == arms["k4"].id)))
+    assert page.write_page(plan, rows, again, tmp_path / "page.md", tmp_path / "images") == [
         "evidence_j.png",
         "evidence_a.png",
     ]
@@ -184,7 +190,7 @@ def test_the_page_of_complete_and_incomplete_studies(
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
     cells = {line.split(" | ")[0].removeprefix("| "): line.strip("| ").split(" | ") for line in lines if " | " in line}
     assert cells["[j. Photographs of solar cells at 224 pixels](#j-photographs-of-solar-cells-at-224-pixels)"][1:] == [
-        "4",
+        "5",
         "-",
         "-",
         "-",
@@ -195,12 +201,21 @@ def test_the_page_of_complete_and_incomplete_studies(
     assert cells["CNN, fine-tuned (Deitsch et al.)"][4:7] == ["-", "-", "88.4"]
     assert cells["before training"][:3] == ["before training", "0", "-"]
     equal = cells["At equal effective epochs, two views and half the images read are as good as one view."]
-    assert (equal[2], equal[4]) == ("linear probe (within 1)", "holds")
+    assert (equal[2], equal[4]) == ("linear probe (within 1)", "holds, rates differ")
     assert equal[3].endswith(", 3 of 5")
     assert cells["K = 4, 10 epochs"][1:4] == ["-", "-", "0"]
     missing = "At equal effective epochs, four views and a quarter of the images read are as good as one view."
     assert cells[missing][3:] == ["-", "not measured"]
     text = "\n".join(lines)
+    table = text.partition("Repeated on another visit")[2].splitlines()[4:]
+    claims = [
+        "| At equal images read, four views are better than two.",
+        "| Two views improve the features of the untrained",
+    ]
+    assert [row.startswith(claim) for row, claim in zip(table, claims, strict=False)] == [True, True]
+    assert table[2] == "", "no other claim has both arms"
+    assert table[0].split(" | ")[2].startswith("+11.00, -1.71 to +23.71 "), "5 and 6 times 2, t of one degree: 12.71"
+    assert "run --only a --seeds 5,6 \\\n        --record benchmarks/results/evidence_repeated.jsonl\n" in text
     assert "    PYTHONPATH=benchmarks python -m evidence run --only j --elpv FOLDER" in lines
     assert "CC BY-NC-SA 4.0" in text
     assert "No claim of these studies is measured: i. Precision and compilation." in text
