@@ -516,7 +516,8 @@ def cells() -> list[str]:
 
 
 @pytest.mark.long
-def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # cli.main of an earlier test sets it for its own process
     nbformat = pytest.importorskip("nbformat", reason="nbclient and ipykernel of the extra dev run the notebook")
     nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel of the extra dev run the notebook")
     notebook = nbformat.read(NOTEBOOK, 4)
