@@ -1,6 +1,6 @@
 """Parts "depthwise" and "attention" of dense_step.py: the two operations of whole images, by several ways each.
 
-Depthwise: ConViT's 5 x 5 depthwise convolution of whole maps. Every way begins from and ends in a map with channels
+Depthwise: ConvViT's 5 x 5 depthwise convolution of whole maps. Every way begins from and ends in a map with channels
 last, ``[B, H, W, C]``, unless its name says blocks, ``[B, N, q * q, C]``, the layout of pre-training's visible tokens.
 Attention: windows of 14 x 14 tokens and the whole grid of 64 x 64, with and without decomposed relative positions,
 which extend queries by their products with the tables and keys by one-hot rows and columns, so that no bias of
@@ -36,7 +36,7 @@ BACKENDS = {
 
 
 class Map(NamedTuple):
-    """A map of ConViT: images, pixels of a side of the image, stride, channels, pixels of a token's side."""
+    """A map of ConvViT: images, pixels of a side of the image, stride, channels, pixels of a token's side."""
 
     name: str
     batch: int

@@ -10,7 +10,7 @@ Parts, in this order (--only takes names and patterns such as "coco_*"):
     vit_base:4 vit_large:2 forward and backward of ViT, windows and decomposed relative positions, with the simple
                            feature pyramid, images of 1024 pixels: detectron2's own, as it is and compiled, and ours;
                            the number is that of images. FOLDER is a checkout of facebookresearch/detectron2
-    convvit_base:512:16    feature maps of whole images of ConViT, forward and backward: maps, or blocks of visible
+    convvit_base:512:16    feature maps of whole images of ConvViT, forward and backward: maps, or blocks of visible
     convvit_base:1024:4    tokens with every token visible
     ade20k_* coco_*        a training step of each preset: 512 pixels, 16 images, or 1024 pixels, 8 images, halved until
                            they fit
@@ -346,7 +346,7 @@ def count_maps(module: nn.Module, maps: Callable[[Tensor], Sequence[Tensor]], si
     return count_flops(counted, (torch.empty(1, 3, side, side),))
 
 
-# Whole images of ConViT
+# Whole images of ConvViT
 
 
 def convvit_ways(name: str, side: int, images: int, device: str, tiny: bool) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
     python benchmarks/op_gelu_mlp.py [--json FOLDER]
 
-The shapes are the MLPs of a ConViT-B step on 128 images in two block views at .6, in bfloat16. Beside the ways stand
+The shapes are the MLPs of a ConvViT-B step on 128 images in two block views at .6, in bfloat16. Beside the ways stand
 their matrix products alone, as if bias, GELU and its gradient cost nothing: no way can be faster that does not compute
 less. Ours and the checkpointed way keep x alone and compute the first product twice.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/op_masked_depthwise_conv2d.py [--device cuda|cpu] [--json FOLDER]
 
-The shapes are the two convolution stages of ConViT-B and -L, two block-masked views of each image, 76 of 196 tokens
+The shapes are the two convolution stages of ConvViT-B and -L, two block-masked views of each image, 76 of 196 tokens
 visible (and once 49, MAE's rate). Beside the dense map that scatters to zeros, convolves channels-last and gathers back
 stands the convolution alone, as if maps cost nothing. The floor is what must move (forward x and the result; backward x
 and two gradients; each once) at the copy speed of the card; notes give the time of all multiply-adds of an unmasked

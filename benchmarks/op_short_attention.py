@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("decoder", 256, 16, 196, 32),
-    Case("ConViT stage 3", 256, 12, 76, 64),
+    Case("ConvViT stage 3", 256, 12, 76, 64),
     Case("MAE encoder", 256, 12, 50, 64),
     Case("fine-tuning", 128, 12, 197, 64),
     Case("ViT-H encoder", 64, 16, 65, 80),

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 RESULTS = Path(__file__).with_name("results")
 DMJD_LARGE, EPOCHS, IMAGES = "convvit_large", 400, IMAGENET
 PAPER_WALL_HOURS = 267
-"""Of DMJD ConViT-L with HOG, 800 effective epochs, that is 400 of two views, on 8 A100 of 40 GB: "Gh." of the paper's
+"""Of DMJD ConvViT-L with HOG, 800 effective epochs, that is 400 of two views, on 8 A100 of 40 GB: "Gh." of the paper's
 comparison with the state of the art."""
 
 
@@ -137,7 +137,7 @@ def _hours(rows: Sequence[Row], official: Sequence[Row], shared: Sequence[str]) 
     names, where, rates, costs, walls, labels = zip(*lines, strict=True)
     return Table(
         [
-            Column(f"DMJD ConViT-L, {EPOCHS} x {IMAGES} images", list(names), numeric=False),
+            Column(f"DMJD ConvViT-L, {EPOCHS} x {IMAGES} images", list(names), numeric=False),
             Column("on", list(where), numeric=False),
             Column("images/s a GPU", [ABSENT if rate is None else f"{rate:.0f}" for rate in rates]),
             Column("GPU hours", [hours(cost) for cost in costs]),
@@ -149,7 +149,7 @@ def _hours(rows: Sequence[Row], official: Sequence[Row], shared: Sequence[str]) 
 
 
 def official_rate(card: str | None, records: Sequence[Row]) -> float | None:
-    """Images a second of the official code's ConViT-L on one ``card``, the best that ``official_step.py`` measured."""
+    """Images a second of the official code's ConvViT-L on one ``card``, the best that ``official_step.py`` measured."""
     rates = [
         row["images_per_second"]
         for record in records

@@ -1,4 +1,4 @@
-"""ConViT, the convolutional ViT of ConvMAE: two stages of convolution blocks, then a ViT; whole images or views.
+"""ConvViT of ConvMAE (the paper: ConViT): two stages of convolution blocks, then a ViT; whole images or views.
 
 In the first two stages every layer but the depthwise convolution looks at one pixel of its map, that convolution is
 given zeros where a token is masked, and the embeddings between stages stay inside a token. A masked token thus never
@@ -118,7 +118,7 @@ class ConvBlock(nn.Module):
 
 
 class ConvViTEncoder(Encoder):
-    """ConViT with fixed sine-cosine positions, for any image whose sides are multiples of 16.
+    """ConvViT with fixed sine-cosine positions, for any image whose sides are multiples of 16.
 
     Args:
         image_size: (height, width) pixels of pre-training; other sizes work at run time.

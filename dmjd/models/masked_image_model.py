@@ -60,7 +60,7 @@ class Encoder(nn.Module):
         Args:
             images, branch_scales: as for a call.
             blocks: of a ViT, those whose outputs are returned, in this order, without the class token; the last one
-                alone if empty. The other backbones return the outputs of their stages: ConViT at strides 4, 8 and 16,
+                alone if empty. The other backbones return the outputs of their stages: ConvViT at strides 4, 8 and 16,
                 Swin at 4, 8, 16 and 32.
         """
         # A call of the module: ZeRO-3 gathers the parameters of an encoder around it.

@@ -266,12 +266,12 @@ default_cfgs = generate_default_cfgs(
 
 @register_model
 def convvit_base_patch16(pretrained: bool = False, **options: Any) -> nn.Module:
-    """ConViT-B with DMJD's MLP ratios; ``mlp_ratios=(4, 4, 4)`` is ConvMAE-B."""
+    """ConvViT-B with DMJD's MLP ratios; ``mlp_ratios=(4, 4, 4)`` is ConvMAE-B."""
     return _create("convvit_base_patch16", pretrained, {}, options)
 
 
 @register_model
 def convvit_large_patch16(pretrained: bool = False, **options: Any) -> nn.Module:
-    """ConViT-L of DMJD."""
+    """ConvViT-L of DMJD."""
     sizes = {"embed_dims": (384, 768, 1024), "depths": (2, 2, 23), "num_heads": 16}
     return _create("convvit_large_patch16", pretrained, sizes, options)

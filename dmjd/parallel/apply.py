@@ -23,7 +23,7 @@ from dmjd.models.mlp import recompute_hidden
 from dmjd.models.recompute import keep_expensive, recompute
 
 MODES = ("none", "selective", "mlp", "full")
-"""Of activation checkpointing, by the memory that they leave in use where MLPs are as wide as a ConViT's. None of them
+"""Of activation checkpointing, by the memory that they leave in use where MLPs are as wide as a ConvViT's. None of them
 changes a result."""
 
 
@@ -31,7 +31,7 @@ def blocks(model: Model) -> Iterator[nn.Module]:
     """The units of recomputation and compilation: the encoder's and the decoder's residual blocks.
 
     An architecture takes part by having ``blocks`` in the order of computation, each with its ``mlp`` (ViT: a list;
-    ConViT: three stages, convolutions first).
+    ConvViT: three stages, convolutions first).
     """
     for (block,) in units(model, 1):
         yield block

@@ -84,20 +84,20 @@ _BACKBONES = {
     ("vit", 768, 12): "ViT-B",
     ("vit", 1024, 24): "ViT-L",
     ("vit", 1280, 32): "ViT-H",
-    ("convvit", 768, 11): "ConViT-B",
-    ("convvit", 1024, 23): "ConViT-L",
+    ("convvit", 768, 11): "ConvViT-B",
+    ("convvit", 1024, 23): "ConvViT-L",
     ("swin", 1024, 24): "Swin-B",
     ("swin", 1536, 24): "Swin-L",
 }
 """(backbone.name, embed_dim, blocks) -> the paper's name."""
-_KINDS = {"vit": "ViT", "convvit": "ConViT", "swin": "Swin"}
+_KINDS = {"vit": "ViT", "convvit": "ConvViT", "swin": "Swin"}
 _TARGETS = {"pixels": "RGB", "hog": "HOG", "clip": "CLIP", "dvae": "DALL-E", "vqkd": "VQ-KD", "teacher": "Momentum"}
 
 
 def identity(config: Mapping[str, Any]) -> Identity:
     """Method, backbone and target of a run of ``config`` in the terms of the paper.
 
-    ``method=dmjd`` is named after the method that the paper adds its parts to: ConvMAE on ConViT; MAE (pixels) or
+    ``method=dmjd`` is named after the method that the paper adds its parts to: ConvMAE on ConvViT; MAE (pixels) or
     MaskFeat on others.
     """
     name, backbone, target = (name_of(config.get(key)) for key in ("method", "backbone", "target"))
@@ -123,7 +123,7 @@ _HOG_JD: dict[str, Any] = {**_JD, "target.norm": "layernorm"}
 
 def _jd_target(target: str, setting: str, norm: str, finetune: float) -> Published:
     only = {**_JD, "target.norm": norm, "method.decoder.depth": 8}
-    row = ("ConvMAE +DMJD", "ConViT-B", target, "100", "paper, Table IV")
+    row = ("ConvMAE +DMJD", "ConvViT-B", target, "100", "paper, Table IV")
     return Published(*row, views=2, finetune=finetune, setting=f"50 epochs, {setting}", only=only)
 
 
@@ -132,7 +132,7 @@ def _jd_branches(depth: int, projector: str, linear: float) -> Published:
     only |= {"method.visible_branch.projector": projector} if projector else {}
     return Published(
         "ConvMAE +DMJD" if projector else "ConvMAE +DM",
-        "ConViT-B",
+        "ConvViT-B",
         "HOG",
         "100",
         "paper, Table V",
@@ -198,14 +198,14 @@ PUBLISHED = (
     Published("MaskFeat", "ViT-L", "HOG", "1600", "paper, Table III", hours=280, finetune=85.7),
     Published("MaskFeat +DM", "ViT-L", "HOG", "800", "paper, Table III", views=2, hours=76, finetune=85.9,
               setting="block-wise masks"),
-    Published("ConvMAE", "ConViT-B", "RGB", "1600", "paper, Tables VI and VII", hours=300, finetune=85.0, linear=70.9,
+    Published("ConvMAE", "ConvViT-B", "RGB", "1600", "paper, Tables VI and VII", hours=300, finetune=85.0, linear=70.9,
               miou=51.7, box=53.2, mask=47.1, protocol="convmae"),
-    Published("ConvMAE", "ConViT-B", "RGB", "1600", "Alpha-VL/ConvMAE", finetune=84.982, linear=70.9,
+    Published("ConvMAE", "ConvViT-B", "RGB", "1600", "Alpha-VL/ConvMAE", finetune=84.982, linear=70.9,
               protocol="convmae"),
-    Published("ConvMAE", "ConViT-L", "RGB", "800", "paper, Table VI", hours=480, finetune=86.2),
-    Published("ConvMAE +DMJD", "ConViT-B", "HOG", "800", "paper, Tables VI and VII", views=2, hours=101, finetune=85.2,
+    Published("ConvMAE", "ConvViT-L", "RGB", "800", "paper, Table VI", hours=480, finetune=86.2),
+    Published("ConvMAE +DMJD", "ConvViT-B", "HOG", "800", "paper, Tables VI and VII", views=2, hours=101, finetune=85.2,
               linear=76.7, miou=53.3, box=53.4, mask=47.6, protocol="dmjd"),
-    Published("ConvMAE +DMJD", "ConViT-L", "HOG", "800", "paper, Table VI", views=2, hours=267, finetune=86.3,
+    Published("ConvMAE +DMJD", "ConvViT-L", "HOG", "800", "paper, Table VI", views=2, hours=267, finetune=86.3,
               linear=79.7, protocol="dmjd"),
     _jd_target("RGB", "pixels as they are", "none", 83.1),
     _jd_target("RGB", "pixels normalised per patch", "patch", 83.9),
@@ -239,11 +239,11 @@ PUBLISHED = (
               box=48.9, mask=43.0),
     Published("data2vec", "ViT-B", "Momentum", "800", "paper, Table VI", finetune=84.2),
     Published("MVP", "ViT-B", "CLIP", "300+10000", "paper, Table VI", finetune=84.4, linear=75.4),
-    Published("ConvMAE", "ConViT-B", "CLIP", "400+10000", "paper, Tables VI and VII", finetune=85.2, miou=52.8,
+    Published("ConvMAE", "ConvViT-B", "CLIP", "400+10000", "paper, Tables VI and VII", finetune=85.2, miou=52.8,
               box=53.3, mask=47.3),
-    Published("ConvMAE +DMJD", "ConViT-B", "CLIP", "400+10000", "paper, Table VI", views=2, finetune=85.4, linear=80.1,
+    Published("ConvMAE +DMJD", "ConvViT-B", "CLIP", "400+10000", "paper, Table VI", views=2, finetune=85.4, linear=80.1,
               protocol="dmjd"),
-    Published("ConvMAE +DMJD", "ConViT-L", "CLIP", "400+10000", "paper, Table VI", views=2, finetune=86.8, linear=81.0,
+    Published("ConvMAE +DMJD", "ConvViT-L", "CLIP", "400+10000", "paper, Table VI", views=2, finetune=86.8, linear=81.0,
               protocol="dmjd"),
 )  # fmt: skip
 """In the order of the paper's Table VI: methods with their additions, then those with a parametric tokenizer."""

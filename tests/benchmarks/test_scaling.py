@@ -95,7 +95,7 @@ def test_the_summary_of_a_file(scaling: ModuleType, tmp_path: Path, monkeypatch:
         ("convvit_large", "ddp", "8", "out of memory", "-"),
     ]
     # 512,466,800 images at 800, 744 and 250 a second; the paper's 267 hours are of 8 GPUs.
-    assert cells(text, "DMJD ConViT-L, 400 x 1281167 images", "on", "GPU hours", "wall hours") == [
+    assert cells(text, "DMJD ConvViT-L, 400 x 1281167 images", "on", "GPU hours", "wall hours") == [
         ("ours, single, 192 images a GPU, input: device", "1 NVIDIA H200", "178", "178"),
         ("ours, hsdp 2 x 4, 192 images a GPU, input: device", "8 NVIDIA H200", "191", "23.9"),
         ("official code", "1 NVIDIA H200", "569", "569"),

@@ -14,7 +14,7 @@ import timm
 import torch
 
 import dmjd
-import dmjd.models.timm_models  # registers ConViT with timm
+import dmjd.models.timm_models  # registers ConvViT with timm
 from dmjd.compose import compose
 from dmjd.config import BackboneConfig, DataConfig
 from dmjd.errors import CheckpointError

@@ -21,7 +21,7 @@ Grid = tuple[int, int]
 
 
 class Layout(NamedTuple):
-    """ConViT-B or -L with thin layers and a shallow third stage."""
+    """ConvViT-B or -L with thin layers and a shallow third stage."""
 
     embed_dims: tuple[int, int, int]
     depths: tuple[int, int, int]

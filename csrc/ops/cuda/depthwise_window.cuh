@@ -1,4 +1,4 @@
-// Windows whose size the compiler knows, for the maps of ConViT's stages. masked_depthwise_conv2d.cu says what slides.
+// Windows whose size the compiler knows, for the maps of ConvViT's stages. masked_depthwise_conv2d.cu says what slides.
 //
 // A warp owns 32 or 64 neighbouring channels and walks over tokens. All its lanes look at one token, so a hidden
 // neighbour is skipped without divergence; weights and their gradients stay in registers for the whole walk. Windows of

@@ -77,8 +77,8 @@ class SimpleFeaturePyramid(nn.Module):
 class FeaturePyramid(nn.Module):
     """FPN (Lin et al. 2017) over the maps of a backbone with stages, with layer normalisation.
 
-    Of a backbone with maps at strides 4, 8 and 16 alone, as ConViT, the last one is max-pooled to stride 32. Arguments,
-    result and ``strides`` as for :class:`SimpleFeaturePyramid`.
+    Of a backbone with maps at strides 4, 8 and 16 alone, as ConvViT, the last one is max-pooled to stride 32.
+    Arguments, result and ``strides`` as for :class:`SimpleFeaturePyramid`.
 
     Args:
         widths: channels of the maps, three or four.

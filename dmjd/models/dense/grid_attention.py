@@ -41,7 +41,7 @@ def attend_on_grid(
 ) -> None:
     """Change the blocks of ``encoder`` in place for :meth:`~dmjd.models.masked_image_model.Encoder.feature_maps`.
 
-    The blocks of a ViT, or of stage 3 of a ConViT, compute on maps of tokens ``[B, h, w, D]`` and without a class
+    The blocks of a ViT, or of stage 3 of a ConvViT, compute on maps of tokens ``[B, h, w, D]`` and without a class
     token, if there is a window or relative positions; otherwise they stay as they are. A Swin encodes images of any
     size afterwards: padded as in its authors' code, before the cyclic shift.
 

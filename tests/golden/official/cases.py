@@ -32,7 +32,7 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.05
 class Case:
     """A method at a size that a test can afford.
 
-    embed_dims, depths, mlp_ratios: of the three stages of a ConViT, or of a ViT's only one.
+    embed_dims, depths, mlp_ratios: of the three stages of a ConvViT, or of a ViT's only one.
     unit: side of a mask unit in tokens; ``shown`` units are visible in each view, others in each.
     base_lr, unique_batch, m_corr, m_pred: of the paper's Eq. 4. This batch stands for the recipe's: a learning rate for
         2 images would hardly move the curve.

@@ -76,7 +76,7 @@ def main(dmjd: str, mae: str, timm: str) -> None:
     adjust_learning_rate = from_checkout(mae, "util.lr_sched").adjust_learning_rate
     add_weight_decay = importlib.import_module("timm.optim.optim_factory").add_weight_decay
     for case in CASES:
-        official: Run = ViTRun(case, models_mae) if len(case.depths) == 1 else ConViTRun(case, models_dmjd, models_mae)
+        official: Run = ViTRun(case, models_mae) if len(case.depths) == 1 else ConvViTRun(case, models_dmjd, models_mae)
         record = recorded(official, add_weight_decay, adjust_learning_rate)
         Path(__file__).with_name(f"{case.name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -159,9 +159,9 @@ class Run:
         observe("masked", prediction[masks.mask.bool()].unflatten(0, (masks.mask.shape[0], -1)))
 
 
-class ConViTRun(Run):
+class ConvViTRun(Run):
     def __init__(self, case: Case, dmjd: ModuleType, mae: ModuleType) -> None:
-        model = dmjd.DMJDConViT(
+        model = dmjd.DMJDConvViT(
             img_size=[IMAGE, IMAGE // 4, IMAGE // 8],
             patch_size=[4, 2, 2],
             embed_dim=list(case.embed_dims),
