@@ -5,12 +5,6 @@ The names below are loaded on first use; docs/python.md describes them.
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-
-try:
-    __version__ = version("dmjd")
-except PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
-    __version__ = "0+source"
 
 _HOMES = {
     "Run": "dmjd.api",
@@ -40,6 +34,8 @@ __all__ = ["__version__"]
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module (PEP 562)."""
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'dmjd' has no attribute {name!r}")
     try:
@@ -50,6 +46,17 @@ def __getattr__(name: str) -> object:
         raise ImportError(f"dmjd.{name} needs {error.name}; pip install 'dmjd[train]'") from None
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # imports a dozen modules
+
+    try:
+        found = version("dmjd")
+    except PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
+        found = "0+source"
+    globals()["__version__"] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import codecs
 import errno
 import gc
 import io
@@ -308,8 +309,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0; 1 for a run that had to stop; 2 for an error of the user's input."""
     arguments = [text for text in (sys.argv[1:] if argv is None else argv) if not _local_rank(text)]
     _open_standard_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="surrogateescape")  # file names that are not UTF-8 are printed as they are
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        codecs.register_error("dmjd", _encodable)
+        sys.stdout.reconfigure(errors="dmjd")
     redact_output()
     # Read when torch is imported. By default its threads spin when they wait, also for one that has lost its core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -386,6 +388,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 _HELP = ("-h", "--help", "--help-all")
 _FLAGS = (*_HELP, "--cfg", "--dry-run")
 """Arguments without a value."""
+
+
+def _encodable(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Error handler of stdout: bytes of file names as they are, other characters outside the encoding as escapes."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
 
 
 def _open_standard_streams() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -230,6 +231,38 @@ def test_the_package_is_the_program(tmp_path: Path) -> None:
     done = python("-m", "dmjd", "pretrain", "experiment=demo", "epochz=3", cwd=tmp_path)
     rejected((done.returncode, done.stdout, done.stderr), "epochz is not a key; did you mean epochs?")
     assert everything(tmp_path) == set()
+
+
+def test_sigint_during_imports_ends_the_command_without_a_traceback() -> None:
+    program = """
+import os, runpy, signal, sys
+imported = sys.argv[1]
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == imported:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["dmjd", "pretrain"]
+runpy.run_module("dmjd", run_name="__main__")
+"""
+    done = python("-c", program, "dmjd.config")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    # Later imports are those of a command, which prints one line.
+    done = python("-c", program, "dmjd.compose")
+    assert (done.returncode, done.stderr.count("\n")) == (130, 1)
+
+
+def test_characters_outside_the_encoding_of_stdout_are_escaped(tmp_path: Path) -> None:
+    words = ("-m", "dmjd", "pretrain", "--cfg", "run=caf\u00e9 \u2192")
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}
+    environment["PYTHONPATH"] = str(Path(cli.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"caf\xe9 \\u2192" in done.stdout
 
 
 @pytest.mark.parametrize(("closed", "code", "errors"), [("<&- >&-", 0, 0), (">&- 2>&-", 0, 0), (">/dev/full", 1, 1)])
