@@ -134,6 +134,11 @@ def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fi
     """
     if config.recipe == "none":
         return config
+    if config.data.name == "stream":
+        raise ConfigError(
+            "data.name=stream has no list of the training images, from which recipe=small_data chooses a run's sizes; "
+            "choose data=folder or data=shards, or recipe=none and the sizes on the command line"
+        )
     config = deepcopy(config)
     rules = _Rules(config, MACHINES["cuda" if device.type == "cuda" else "cpu"], processes)
     held_out = rules.hold_out()

@@ -24,6 +24,7 @@ from dmjd.cluster import flight, job_log
 from dmjd.errors import ConfigError
 from dmjd.files import obstacle, read_file
 from dmjd.runs.heartbeat import PHASES, Beat, ranks_with_heartbeat, read_heartbeats
+from dmjd.runs.paths import with_path
 from dmjd.safe_load import parse_json
 
 CLOCK_SKEW_SECONDS = 10.0
@@ -199,8 +200,7 @@ def _read_end(run: Path, launch: _Launch | None, beats: Sequence[Beat]) -> tuple
     end = _read_record(run / "STOP_REASON")
     when = _seconds(end.get("when"))
     whole = all(isinstance(end.get(key), str) for key in ("reason", "detail", "next")) and when > -math.inf
-    if not whole or (launch and when < launch.began - CLOCK_SKEW_SECONDS):
-        end = {}
+    end = with_path(end, run) if whole and not (launch and when < launch.began - CLOCK_SKEW_SECONDS) else {}
     if launch is None:
         return end, ""
     path = run / "slurm" / f"last_word-{launch.job}-{launch.restart}"

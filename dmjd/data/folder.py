@@ -229,6 +229,9 @@ def _find_split(root: Path, split: Split, split_by_hash: bool, skipped: Counter[
         )
     if divided and split == "train":
         beside = [name for name, _ in _list(str(root), Counter()) if root / name not in (train, held_out)]
+        if held_out == root / "val" and "test" in beside:
+            beside.remove("test")
+            skipped["unused test/ beside val/"] = 1
         skipped.update({"entries beside train": len(beside)} if beside else {})
     return str(held_out if split == "test" else train), str(train)
 

@@ -53,8 +53,8 @@ class ExitRecord:
     """Context manager that writes RUN/STOP_REASON, and the launch's own record for its batch script.
 
     The file is one JSON object: ``reason`` (a key of :data:`NEXT`), ``detail``, ``step`` (optimizer steps done),
-    ``total_steps``, ``when`` (UTC) and ``next``. An exception that leaves the context is recorded too; a killed run
-    leaves no file.
+    ``total_steps``, ``when`` (UTC), ``next`` and ``run``, the folder that ``next`` names. An exception that leaves the
+    context is recorded too; a killed run leaves no file.
 
     Rank 0 writes the end that all ranks agreed on. Of several errors the first is kept: it causes those of other ranks.
 
@@ -93,6 +93,7 @@ class ExitRecord:
             "total_steps": self._total_steps,
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "next": advice,
+            "run": str(self._path.parent),
         }
         try:
             replace_file(self._path, json.dumps(record, indent=1) + "\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,8 @@ class RunPaths:
             record = parse_json(read_file(self.stop_reason))
         except (OSError, ValueError):
             return {}
-        return record if isinstance(record, dict) and record.keys() >= {"reason", "detail", "next"} else {}
+        whole = isinstance(record, dict) and record.keys() >= {"reason", "detail", "next"}
+        return with_path(record, self.path) if whole else {}
 
     def initial_path(self) -> Path | None:
         """The checkpoint or file from which the run began, as its provenance has it; None if it has none."""
@@ -69,3 +72,12 @@ class RunPaths:
         path = self.evaluations / f"{name}.json"
         replace_file(path, json.dumps(result, indent=1))
         return path
+
+
+def with_path(record: dict[str, Any], run: Path) -> dict[str, Any]:
+    """An exit record whose ``next`` names ``run``, to which the folder may have been moved since it was written."""
+    former, advice = record.get("run"), record["next"]
+    if not isinstance(former, str) or not isinstance(advice, str):
+        return record
+    named = rf"(\bdmjd \w+ |\bsee ){re.escape(shlex.quote(former))}(?![^\s,;/])"
+    return {**record, "next": re.sub(named, lambda match: match[1] + shlex.quote(str(run)), advice)}

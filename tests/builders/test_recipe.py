@@ -184,6 +184,12 @@ def test_images_are_held_out_only_where_they_give_scores(
     assert line in caplog.text
 
 
+def test_a_stream_has_no_sizes_for_the_recipe() -> None:
+    config = compose("pretrain", ["experiment=own_photos", "data=stream", "data.train=x.tar"])
+    with pytest.raises(ConfigError, match=r"stream has no list .* or recipe=none"):
+        recipe.apply_recipe(config, CPU)
+
+
 def test_a_test_split_that_cannot_be_used_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config: FinetuneConfig = compose(
         "finetune", ["init=run", "preset=own_photos", f"data.root={tmp_path}/gone", "data.val_percent=10"]

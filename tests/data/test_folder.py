@@ -425,10 +425,12 @@ def test_classes_without_training_images_do_not_shift_the_labels_of_the_test_spl
         save(tmp_path / name)
     (tmp_path / "train/bee/none").mkdir(parents=True)
     (tmp_path / "extra").mkdir()
+    save(tmp_path / "test/cow/2.png")
     train, test = (ImageFolder(str(tmp_path), split, channels=3) for split in ("train", "test"))
     assert train.classes == test.classes == ("ant", "cow")
     assert (labels(train), labels(test)) == ([0, 1], [1])
-    assert train.skipped == {"empty folders": 1, "entries beside train": 1}
+    unused = "unused test/ beside val/"
+    assert train.skipped == {"empty folders": 1, "entries beside train": 1, unused: 1}
 
 
 @pytest.mark.parametrize("splits", [("training", "validation"), ("Train", "Val"), ("Train", "dev", "TEST")])

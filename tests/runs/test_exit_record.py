@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,8 +16,9 @@ import pytest
 from dmjd import cli
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, UserError
-from dmjd.runs.exit_record import LONGEST, NEXT, exit_reason
+from dmjd.runs.exit_record import LONGEST, NEXT, ExitRecord, exit_reason
 from dmjd.runs.folder import RunFolder
+from dmjd.runs.paths import RunPaths
 from dmjd.train import loop
 from dmjd.train.callbacks import Callback
 from dmjd.train.stop import OUT_OF_TIME
@@ -49,6 +51,19 @@ def test_the_cause_of_an_error(error: BaseException, reason: str, detail: str | 
     assert found[0] == reason
     assert found[0] in NEXT
     assert detail is None or found[1] == detail
+
+
+@pytest.mark.parametrize("reason", NEXT)
+@pytest.mark.parametrize("name", ["run", "a b", "dmjd"])
+def test_a_record_names_the_folder_in_which_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    ExitRecord(Path(name, "STOP_REASON"), lambda: 5, 9, 0).write(reason, "so it is")
+    assert RunPaths(Path(name)).read_stop_reason()["next"] == NEXT[reason].replace("RUN", shlex.quote(name))
+    moved = Path(name).rename("new place")
+    assert RunPaths(moved).read_stop_reason()["next"] == NEXT[reason].replace("RUN", "'new place'")
 
 
 def test_a_page_of_frames_is_cut() -> None:

@@ -24,6 +24,14 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _TRANSIENT_STATUS = (408, 425, 429)  # 4xx status codes that a retry may resolve
 
+_WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+"""Exceptions of botocore, an optional package. CredentialRetrievalError may pass and is retried."""
+
+_CREDENTIALS = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, of a user who may read it, or for a public bucket "
+    "FSSPEC_S3_ANON=true"
+)
+
 _SLOWEST = 16 << 10
 """Least average rate of a download in bytes per second, after the first ``Patience.stall`` seconds."""
 
@@ -162,8 +170,11 @@ def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, 
     except (FileNotFoundError, TransientError, _TooLong):
         raise
     except (PermissionError, ImportError, ValueError) as error:
-        raise DataError(f"{url} cannot be fetched: {_reason(error)}") from error
+        cure = f"; {_CREDENTIALS}" if protocol == "s3" and isinstance(error, PermissionError) else ""
+        raise DataError(f"{url} cannot be fetched: {_reason(error)}{cure}") from error
     except Exception as error:  # fsspec's protocols have no common base class
+        if type(error).__name__ in _WITHOUT_CREDENTIALS:
+            raise DataError(f"{url} cannot be fetched: {_reason(error).rstrip('.')}; {_CREDENTIALS}") from error
         if isinstance(error, OSError) and error.errno in DISK:
             raise
         status = getattr(error, "status", 500)

@@ -221,8 +221,20 @@ def test_credentials_that_do_not_hold_are_said_at_once(
         DataError, match=r"s3://data/set/train/train-000000.tar cannot be fetched: .*(Forbidden|Denied)"
     ):
         fetch_shard("s3://data/set/train/train-000000.tar", shard, tmp_path / "a", QUICK)
-    with pytest.raises(DataError, match=r"manifest.json cannot be fetched: .*(Forbidden|Denied)"):
+    with pytest.raises(DataError, match=r"manifest.json cannot be fetched: .*(Forbidden|Denied).*; set AWS_"):
         load_splits("s3://data/set", QUICK)
+
+
+@pytest.mark.parametrize("lacking", [["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"], ["AWS_SECRET_ACCESS_KEY"]])
+def test_missing_credentials_are_an_error_at_the_first_attempt(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacking: list[str]
+) -> None:
+    for name in lacking:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(DataError, match=r"json cannot be fetched: .*redentials.*; set AWS_ACCESS_KEY_ID"):
+        load_splits("s3://data/set", QUICK)
+    assert "retrying" not in caplog.text
 
 
 def test_the_endpoint_may_stand_in_the_configuration_of_fsspec(
