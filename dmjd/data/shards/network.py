@@ -28,8 +28,8 @@ _WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "Profil
 """Exceptions of botocore, an optional package. CredentialRetrievalError may pass and is retried."""
 
 _CREDENTIALS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, of a user who may read it, or for a public bucket "
-    "FSSPEC_S3_ANON=true"
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, of a user who may read it, or for a public "
+    "bucket FSSPEC_S3_ANON=true"
 )
 
 _SLOWEST = 16 << 10
