@@ -185,7 +185,7 @@ def test_images_are_held_out_only_where_they_give_scores(
 
 
 def test_a_stream_has_no_sizes_for_the_recipe() -> None:
-    config = compose("pretrain", ["experiment=own_photos", "data=stream", "data.train=x.tar"])
+    config = compose("pretrain", ["experiment=own_photos", "data=stream", "data.root=x.tar", "data.samples=9"])
     with pytest.raises(ConfigError, match=r"stream has no list .* or recipe=none"):
         recipe.apply_recipe(config, CPU)
 
