@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from dmjd.config import PretrainConfig
 from dmjd.resources import configs_dir
 from tests.train.shrunken import CODES, configure, gradient, shrink, smooth_batch, write_clip, write_dvae
 
+DOCS = Path(__file__).parents[2] / "docs"
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
 
 MAE_B, MAE_L = 111_655_680, 329_239_296
@@ -247,3 +249,13 @@ def test_a_shrunken_copy_takes_a_step(experiment: str, weights: dict[str, str]) 
     assert step.update(1e-2).applied == 1
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     assert all(moved)
+
+
+def test_the_page_of_methods_is_what_the_presets_say() -> None:
+    # In this file, since a process keeps what it has composed.
+    spec = importlib.util.spec_from_file_location("make_methods", DOCS / "make_methods.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (DOCS / "methods.md").read_text() == module.page(), "run python docs/make_methods.py"

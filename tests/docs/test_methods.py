@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -11,15 +10,6 @@ SYSTEMS = (  # of the paper's tables
     "MAE, SimMIM, BEiT, MaskFeat, ConvMAE, DMJD, SplitMask, MoCo v3, DINO, CAE, PeCo, mc-BEiT, iBOT, SdAE, "
     "data2vec, MVP"
 )
-
-
-def test_the_page_of_methods_is_what_the_presets_say() -> None:
-    spec = importlib.util.spec_from_file_location("make_methods", DOCS / "make_methods.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (DOCS / "methods.md").read_text() == module.page(), "run python docs/make_methods.py"
 
 
 def test_every_system_has_a_status_and_every_preset_named_exists() -> None:

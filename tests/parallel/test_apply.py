@@ -134,8 +134,14 @@ def test_recomputed_blocks_keep_fewer_activations() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks there itself
-@pytest.mark.parametrize("unit", ["block", "model"])
-@pytest.mark.parametrize("mode", ["none", "mlp", "selective", "full"])
+@pytest.mark.parametrize(
+    ("unit", "mode"),
+    [
+        *(("block", "none"), ("block", "mlp"), ("block", "selective"), ("model", "none"), ("model", "full")),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("block", "full"), ("model", "mlp"))),
+        pytest.param("model", "selective", marks=pytest.mark.long),
+    ],
+)
 def test_compilation_changes_no_gradient(unit: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By blocks, with more than torch compiles versions of one function: those of a kind have to share theirs."""
     depth = 10 if unit == "block" else 2

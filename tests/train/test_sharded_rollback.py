@@ -16,7 +16,6 @@ import torch
 
 from tests.conftest import free_port
 
-ENGINES = ("fsdp", "zero2")
 BAD = (9, 10)
 WORDS = (
     *("batch_size=64", "log_every=5", "checkpoint_every=8", "ema_decay=0.9", "backbone.drop_path=0.2"),
@@ -75,15 +74,12 @@ def live(rank: int, lives: list[Life]) -> None:
             loop.pretrain(compose("pretrain", one.words))
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]]) -> Path:
-    """A folder with ``ENGINE-sound`` and ``ENGINE-spoiled`` for all engines, of one launch."""
-    folder = tmp_path_factory.mktemp("runs")
+def launch(folder: Path, engine: str, tiny: Callable[..., list[str]]) -> None:
+    """Runs ``sound`` and ``spoiled`` in ``folder``, of one launch."""
     lives = []
-    for engine in ENGINES:
-        for name, windows, bad in (("sound", ((8, 11),), ()), ("spoiled", (), BAD)):
-            words = tiny(folder / f"{engine}-{name}", *WORDS, f"engine={engine}")
-            lives.append(Life(free_port(), words, windows, bad))
+    for name, windows, bad in (("sound", ((8, 11),), ()), ("spoiled", (), BAD)):
+        words = tiny(folder / name, *WORDS, f"engine={engine}")
+        lives.append(Life(free_port(), words, windows, bad))
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=live, args=(rank, lives)) for rank in range(2)]
     for process in processes:
@@ -91,14 +87,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0]
-    return folder
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("zero2", marks=pytest.mark.long)])
 def test_bad_steps_of_one_rank_turn_all_back(
-    engine: str, runs: Path, assert_same_run: Callable[[Path, Path], None]
+    engine: str, tmp_path: Path, tiny: Callable[..., list[str]], assert_same_run: Callable[[Path, Path], None]
 ) -> None:
-    spoiled = runs / f"{engine}-spoiled"
+    launch(tmp_path, engine, tiny)
+    spoiled = tmp_path / "spoiled"
     first, second, back = (json.loads(line) for line in (spoiled / "guard.jsonl").read_text().splitlines())
     assert [(row["event"], row["step"], row["batch"]) for row in (first, second)] == [
         ("skipped", 10, 9),
@@ -106,4 +102,4 @@ def test_bad_steps_of_one_rank_turn_all_back(
     ]
     assert [[one["rank"] for one in row["ranks"]] for row in (first, second)] == [[1], [1]]
     assert (back["event"], back["to"], back["passed_over"]) == ("rollback", 8, [8, 11])
-    assert_same_run(spoiled, runs / f"{engine}-sound")
+    assert_same_run(spoiled, tmp_path / "sound")

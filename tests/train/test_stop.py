@@ -275,7 +275,10 @@ def signal_at(at: int, name: str, rank: int = 0) -> str:
 
 @pytest.mark.parametrize(
     ("name", "at", "workers"),
-    [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGINT", 3, 1), ("SIGHUP", 2, 0), ("SIGTERM", STEPS, 0)],
+    [
+        *(("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGTERM", STEPS, 0)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("SIGINT", 3, 1), ("SIGHUP", 2, 0))),
+    ],
 )
 def test_a_signalled_process_saves_ends_well_and_goes_on(
     assert_same_run: Same, tmp_path: Path, tiny: Words, launch: Launch, straight: Path, name: str, at: int, workers: int
@@ -492,6 +495,7 @@ def test_ranks_roll_back_together(assert_same_run: Same, tmp_path: Path, two: Tw
     assert (events[4]["to"], events[4]["passed_over"]) == (5, [7, 13])
 
 
+@pytest.mark.long  # test_several_hosts_stop_together does it with the launchers' agents
 def test_torchrun_hands_the_signal_on_and_waits_for_the_checkpoint(tmp_path: Path, tiny: Words) -> None:
     signals = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", signals, "--shutdown-timeout=120"]

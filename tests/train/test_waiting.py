@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from dmjd.data.shards.build import build_shards
-from tests.compare import NO_PICTURES, checkpoints, reason, rows, telling
+from tests.compare import checkpoints, reason, rows, telling
 
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
@@ -252,36 +251,54 @@ def test_a_long_tmpdir_is_not_too_long_for_the_sockets_of_workers(
     assert done.returncode == 0
 
 
-def in_small_shm(size: str, words: list[str], prelude: str) -> subprocess.CompletedProcess[str]:
-    if os.geteuid() or not shutil.which("unshare"):
-        pytest.skip("a small /dev/shm of its own needs root and unshare")
-    script = f"import sys\n{prelude}\nfrom dmjd.cli import main\nsys.exit(main({words!r}))"
-    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
-    command = ["unshare", "-m", "bash", "-c", mount, "bash", sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(f"no private mount: {done.stderr.strip()}")
-    return done
+SMALL_SHM = """
+import ctypes, subprocess
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x00020000):  # CLONE_NEWNS: mounts of its own
+    raise OSError(ctypes.get_errno(), "unshare")
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size={size}", "tmpfs", "/dev/shm"], check=True)
+"""
+
+
+@pytest.fixture
+def in_small_shm(launch: Launch, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """``in_small_shm(size, words, prelude="")``: exit code and standard error of a command whose /dev/shm is small."""
+    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("a small /dev/shm of its own needs root and mounts of its own")
+
+    def run(size: str, words: list[str], prelude: str = "") -> tuple[int, str]:
+        said = tmp_path / "said"
+        said.unlink(missing_ok=True)
+        process = launch(words, SMALL_SHM.format(size=size) + telling(said) + prelude)
+        process.join(120)
+        return process.exitcode, said.read_text()
+
+    return run
 
 
 @pytest.mark.slow
-def test_a_small_shared_memory_is_an_error_before_workers_begin(tmp_path: Path, tiny: Words) -> None:
-    done = in_small_shm("256k", ["pretrain", *tiny(tmp_path / "run", *EVERY, "workers=4")], NO_PICTURES)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: workers=4 need 1 MiB of /dev/shm for their batches, and 0 MiB are free; set")
-    assert done.stderr.count("\n") == 1
-    done = in_small_shm("256k", ["pretrain", *tiny(tmp_path / "run", *EVERY, "workers=0")], NO_PICTURES)
-    assert done.returncode == 0
+def test_a_small_shared_memory_is_an_error_before_workers_begin(
+    tmp_path: Path, tiny: Words, in_small_shm: Callable[..., tuple[int, str]]
+) -> None:
+    code, said = in_small_shm("256k", ["pretrain", *tiny(tmp_path / "run", *EVERY, "workers=4")])
+    assert code == 2
+    assert said.startswith("error: workers=4 need 1 MiB of /dev/shm for their batches, and 0 MiB are free; set")
+    assert said.count("\n") == 1
+    code, _ = in_small_shm("256k", ["pretrain", *tiny(tmp_path / "run", *EVERY, "workers=0")])
+    assert code == 0
 
 
 @pytest.mark.slow
-def test_a_feeder_thread_without_room_ends_the_run_with_its_reason(tmp_path: Path, tiny: Words) -> None:
+def test_a_feeder_thread_without_room_ends_the_run_with_its_reason(
+    tmp_path: Path, tiny: Words, in_small_shm: Callable[..., tuple[int, str]]
+) -> None:
     unchecked = "import dmjd.train.data_pipeline as pipeline; pipeline.check_shared_memory = lambda *arguments: None\n"
     words = ["pretrain", *tiny(tmp_path / "run", *EVERY, "workers=2", "batch_size=512")]
-    done = in_small_shm("128k", words, NO_PICTURES + unchecked)
-    assert done.returncode == 2
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    code, said = in_small_shm("128k", words, unchecked)
+    assert code == 2
+    (line,) = (line for line in said.splitlines() if line.startswith("error: "))
     assert "a loader worker cannot send a batch" in line
     assert "set fewer workers, or workers=0, or enlarge /dev/shm" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
     assert reason(tmp_path / "run")["reason"] == "error"
