@@ -1,7 +1,6 @@
 # make install   .venv with everything, native libraries built; does nothing when nothing changed
 # make native    rebuild the native libraries after an edit in csrc/ (only what changed is compiled)
 # make demo      pre-trains a small DMJD model on the CPU, scores it and writes runs/demo/report.html; RUN=FOLDER names another
-#                and WORDS="epochs=2 ..." changes its settings
 # make test      CTest, then pytest, then the tests of the CPU kernels once more without them; WORKERS pytest processes
 # make test-slurm  jobs on a real Slurm of four nodes that is started here; as root, with slurm-wlm, munge and iproute2
 # make evidence-smoke  two tiny studies of benchmarks/evidence, from training to page
@@ -11,7 +10,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN ?= runs/demo
-WORDS ?=
 MAX_JOBS ?= 2
 # Twice the cores of CI: many tests wait for other processes.
 WORKERS ?= 4
@@ -67,7 +65,7 @@ $(NATIVE): $(TORCH) setup.py $(SOURCES)
 	@touch $@
 
 demo: install
-	@$(BIN)/dmjd demo run=$(RUN) $(WORDS)
+	@$(BIN)/dmjd demo run=$(RUN)
 
 test: install
 	$(call timed,CTest,$(MAKE) --no-print-directory ctest)

@@ -125,7 +125,7 @@ EFFECTIVE_EPOCHS = {
     "beit_dm_vit_base": 600,
     "mvp_vit_base": 300,
     "demo": 2,
-    "demo_digits": 80,
+    "demo_digits": 48,
     "fashion_mnist": 40,
     "own_photos": 200,
 }
