@@ -84,8 +84,8 @@ class Run:
 
     @property
     def stop_reason(self) -> dict[str, Any]:
-        """The exit record of the last launch: ``reason``, ``detail``, ``step``, ``total_steps``, ``next``, ``run``;
-        empty while it runs."""
+        """The exit record of the last launch: ``reason``, ``detail``, ``step``, ``total_steps``, ``next``; empty while
+        it runs."""
         return self._files.read_stop_reason()
 
     @property

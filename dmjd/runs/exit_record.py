@@ -7,16 +7,17 @@ import logging
 import os
 import platform
 import re
-import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from dmjd.errors import Diverged, FolderGone, NotMet, UserError
 from dmjd.files import replace_file
 from dmjd.redact import redact_message
+from dmjd.runs.paths import with_path
 
 RESUME = "run the same command to continue from this step"
 NEXT = {
@@ -53,8 +54,8 @@ class ExitRecord:
     """Context manager that writes RUN/STOP_REASON, and the launch's own record for its batch script.
 
     The file is one JSON object: ``reason`` (a key of :data:`NEXT`), ``detail``, ``step`` (optimizer steps done),
-    ``total_steps``, ``when`` (UTC), ``next`` and ``run``, the folder that ``next`` names. An exception that leaves the
-    context is recorded too; a killed run leaves no file.
+    ``total_steps``, ``when`` (UTC), ``advice`` and ``next``, the advice with the folder in place of RUN. An exception
+    that leaves the context is recorded too; a killed run leaves no file.
 
     Rank 0 writes the end that all ranks agreed on. Of several errors the first is kept: it causes those of other ranks.
 
@@ -84,17 +85,16 @@ class ExitRecord:
             self._write(reason, detail, advice)
 
     def _write(self, reason: str, detail: str, advice: str = "") -> None:
-        advice = (advice or NEXT[reason]).replace("RUN", shlex.quote(str(self._path.parent)))
-        write_launch_record(reason, detail, advice)
-        record = {
+        record: dict[str, Any] = {
             "reason": reason,
             "detail": detail,
             "step": self._steps_done(),
             "total_steps": self._total_steps,
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "next": advice,
-            "run": str(self._path.parent),
+            "advice": advice or NEXT[reason],
         }
+        record = with_path(record, self._path.parent)
+        write_launch_record(reason, detail, record["next"])
         try:
             replace_file(self._path, json.dumps(record, indent=1) + "\n")
         except OSError as error:  # the cause may be a full disk

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -75,9 +74,6 @@ class RunPaths:
 
 
 def with_path(record: dict[str, Any], run: Path) -> dict[str, Any]:
-    """An exit record whose ``next`` names ``run``, to which the folder may have been moved since it was written."""
-    former, advice = record.get("run"), record["next"]
-    if not isinstance(former, str) or not isinstance(advice, str):
-        return record
-    named = rf"(\bdmjd \w+ |\bsee ){re.escape(shlex.quote(former))}(?![^\s,;/])"
-    return {**record, "next": re.sub(named, lambda match: match[1] + shlex.quote(str(run)), advice)}
+    """An exit record with ``next``, its ``advice`` for ``run``: the folder may have been moved since it was written."""
+    advice = record.get("advice")
+    return {**record, "next": advice.replace("RUN", shlex.quote(str(run)))} if isinstance(advice, str) else record

@@ -209,7 +209,7 @@ def test_a_stop_file_stops_once(
     assert checkpoints(stopped) == [11], "looked for at step 10 and agreed on one step later"
     record = reason(stopped)
     assert (record["reason"], record["step"], record["total_steps"]) == ("file", 11, STEPS)
-    assert record.keys() == {"reason", "detail", "step", "total_steps", "when", "next", "run"}
+    assert record.keys() == {"reason", "detail", "step", "total_steps", "when", "advice", "next"}
     assert not (stopped / "stop").exists()
     assert_same_run(run(), straight)
     assert reason(stopped)["reason"] == "finished"
