@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dmjd.charts import INK, MUTED, tidy
-from evidence.paired import FAILS, HOLDS, OPEN, difference, verdict
+from evidence.paired import FAILS, HOLDS, OPEN, Difference, between, difference, verdict
 from evidence.studies import HELD_OUT, SOURCES, Comparison, Plan, Rows, Study
 
 MISSING = "not measured"
@@ -61,14 +61,14 @@ def write_page(plan: Plan, rows: Rows, again: Rows, page: Path, figures: Path) -
     names, sections, findings, missing = [], [], [], []
     for study in plan.studies:
         found = {name: rows.full(arm, study.rates) for name, arm in study.arms.items()}
-        verdicts = [_compared(comparison, study, found)[1] for comparison in study.comparisons]
+        verdicts = [_verdict(comparison, _difference(comparison, study, found)) for comparison in study.comparisons]
         if set(verdicts) == {MISSING}:
             missing.append(f"{study.name}. {study.title}")
             continue
         name = f"evidence_{study.name}.png"
         _figure(study, found, figures / name)
         names.append(name)
-        sections.append("\n".join((*_section(study, found, rows, name), *_repeated(study, found, again))))
+        sections.append("\n".join((*_section(study, found, rows, name), *_repeated(study, found, rows, again))))
         counts = " | ".join(f"{verdicts.count(each) or '-'}" for each in VERDICTS)
         findings.append(f"| [{study.name}. {study.title}](#{_anchor(study)}) | {counts} |")
     parts = [HEAD.format(held=HELD_OUT)]
@@ -126,12 +126,13 @@ def _section(study: Study, found: Found, rows: Rows, figure: str) -> Iterator[st
     yield from _time_to_accuracy(study, found, rows)
     yield "\n| claim | in the paper | score | difference, interval [detectable] | finding |\n|---|---|---|---|---|"
     for comparison in study.comparisons:
-        difference_of, result = _compared(comparison, study, found)
-        if result != MISSING and _rates_differ(comparison, study, rows):
+        each = _difference(comparison, study, found)
+        result = _verdict(comparison, each)
+        if each and len(_rates(comparison, study, rows)) > 1:
             result += ", rates differ"
         limit = f" (within {comparison.within:g})" if comparison.expect == "equal" else ""
         paper, score = comparison.paper, SCORES[comparison.score]
-        yield f"| {comparison.claim} | {paper} | {score}{limit} | {difference_of} | {result} |"
+        yield f"| {comparison.claim} | {paper} | {score}{limit} | {_points(each, study)} | {result} |"
     devices = sorted({f"{row['device']}" for row in used.values()})
     commits = sorted({row["commit"][:8] for row in used.values() if row["commit"]})
     elpv = " --elpv FOLDER" if study.source == "elpv" else ""
@@ -162,34 +163,43 @@ def _time_to_accuracy(study: Study, found: Found, rows: Rows) -> Iterator[str]:
             yield f"| {arm.label} | {mean_score:.2f} | {images / 1e6:.1f} million | {seconds} |"
 
 
-def _rates_differ(comparison: Comparison, study: Study, rows: Rows) -> bool:
+def _rates(comparison: Comparison, study: Study, rows: Rows) -> list[float]:
+    """The base learning rate of both arms, or that of each where they differ."""
     arms = [study.arms[name] for name in (comparison.first, comparison.second) if name != UNTRAINED]
-    return len({rows.best_rate(arm.tuned, study.rates) for arm in arms}) > 1
+    return list(dict.fromkeys(filter(None, (rows.best_rate(arm.tuned, study.rates) for arm in arms))))
 
 
-def _repeated(study: Study, found: Found, again: Rows) -> Iterator[str]:
-    """Both differences of each claim that was measured a second time."""
+def _repeated(study: Study, found: Found, rows: Rows, again: Rows) -> Iterator[str]:
+    """Both differences of each claim that was measured a second time, and whether they agree."""
     second = {name: again.full(arm, study.rates) for name, arm in study.arms.items()}
     lines = []
     for comparison in study.comparisons:
-        (first_points, first), (points, result) = (_compared(comparison, study, each) for each in (found, second))
-        if MISSING not in (first, result):
-            lines.append(f"| {comparison.claim} | {first_points} | {points} | {result} |")
+        one, two = (_difference(comparison, study, each) for each in (found, second))
+        if one is None or two is None:
+            continue
+        low, high = between(one, two)
+        used = [" and ".join(f"{rate:g}" for rate in _rates(comparison, study, each)) for each in (rows, again)]
+        points = " | ".join(f"{_points(each, study)} | {rates}" for each, rates in zip((one, two), used, strict=True))
+        agree = "yes" if low <= 0 <= high else "no"
+        lines.append(
+            f"| {comparison.claim} | {points} | {_verdict(comparison, two)} | {agree}, {low:+.2f} to {high:+.2f} |"
+        )
     if not lines:
         return
-    rows = [row for arm in second.values() for row in arm.values()]
-    seeds = ",".join(f"{seed}" for seed in sorted({row["seed"] for row in rows}))
-    commits = ", ".join(sorted({row["commit"][:8] for row in rows}))
-    yield f"Repeated on another visit, with other seeds and their own search for the rates (commit {commits}):\n"
-    yield "| claim | difference, interval [detectable] | the same, repeated | finding of the repetition |"
-    yield "|---|---|---|---|"
+    trained = [row for arm in second.values() for row in arm.values()]
+    seeds = ",".join(f"{seed}" for seed in sorted({row["seed"] for row in trained}))
+    commits = ", ".join(sorted({row["commit"][:8] for row in trained}))
+    yield f"Repeated on another visit, with other seeds and their own search for the rates (commit {commits})."
+    yield "The two agree if 0 is in the 95 % interval of the first difference minus the second (Welch's t):\n"
+    yield "| claim | first | base_lr | repeated | base_lr | finding of the repetition | the two agree |"
+    yield "|---|---|---|---|---|---|---|"
     yield from lines
     yield f"\n    PYTHONPATH=benchmarks python -m evidence run --only {study.name} --seeds {seeds} \\"
     yield f"        --record {REPEATED}\n"
 
 
-def _compared(comparison: Comparison, study: Study, found: Found) -> tuple[str, str]:
-    """The difference with its interval, and the verdict."""
+def _difference(comparison: Comparison, study: Study, found: Found) -> Difference | None:
+    """The paired difference of the seeds that both arms have; None below two."""
     score = comparison.score
     one = _scored(found[comparison.first], score)
     if comparison.second == UNTRAINED:
@@ -198,12 +208,19 @@ def _compared(comparison: Comparison, study: Study, found: Found) -> tuple[str, 
         two = _scored(found[comparison.second], score)
     seeds = sorted(one.keys() & two.keys())
     if len(seeds) < 2:
-        return "-", MISSING
-    overlap = SOURCES[study.source].overlap
-    each = difference([one[seed] for seed in seeds], [two[seed] for seed in seeds], overlap)
-    few = f", {len(seeds)} of {len(study.seeds)}" if len(seeds) < len(study.seeds) else ""
-    points = f"{each.mean:+.2f}, {each.low:+.2f} to {each.high:+.2f} [{each.smallest:.2f}]{few}"
-    return points, verdict(each, comparison.expect, comparison.within)
+        return None
+    return difference([one[seed] for seed in seeds], [two[seed] for seed in seeds], SOURCES[study.source].overlap)
+
+
+def _verdict(comparison: Comparison, found: Difference | None) -> str:
+    return MISSING if found is None else verdict(found, comparison.expect, comparison.within)
+
+
+def _points(found: Difference | None, study: Study) -> str:
+    if found is None:
+        return "-"
+    few = f", {found.pairs} of {len(study.seeds)}" if found.pairs < len(study.seeds) else ""
+    return f"{found.mean:+.2f}, {found.low:+.2f} to {found.high:+.2f} [{found.smallest:.2f}]{few}"
 
 
 def _scored(arm: Mapping[int, dict[str, Any]], score: str) -> dict[int, float]:

@@ -14,9 +14,11 @@ HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean difference of pairs, its 95 % interval, and the smallest difference that the test finds with power .8."""
+    """Mean difference of pairs, its standard error and 95 % interval, and the smallest difference that the test finds
+    with power .8."""
 
     mean: float
+    error: float
     low: float
     high: float
     smallest: float
@@ -35,7 +37,16 @@ def difference(first: Sequence[float], second: Sequence[float], overlap: float =
     variance = math.fsum((value - mean) ** 2 for value in values) / (pairs - 1)
     error = math.sqrt(variance * (1 / pairs + overlap))
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1)) * error
-    return Difference(mean, mean - half, mean + half, _effect(pairs) * error, pairs)
+    return Difference(mean, error, mean - half, mean + half, _effect(pairs) * error, pairs)
+
+
+def between(first: Difference, second: Difference) -> tuple[float, float]:
+    """The 95 % interval of ``first.mean - second.mean``, two experiments without common seeds (Welch's t)."""
+    variances = [each.error**2 for each in (first, second)]
+    squares = [variance**2 / (each.pairs - 1) for variance, each in zip(variances, (first, second), strict=True)]
+    degrees = sum(variances) ** 2 / sum(squares)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees)) * math.sqrt(sum(variances))
+    return first.mean - second.mean - half, first.mean - second.mean + half
 
 
 def _effect(pairs: int) -> float:

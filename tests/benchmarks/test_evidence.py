@@ -138,6 +138,14 @@ def test_interval_and_smallest_effect_are_those_of_the_paired_t_test(monkeypatch
     assert abs(power - 0.8) < 0.01
 
 
+def test_interval_between_two_experiments_is_that_of_welch(monkeypatch: pytest.MonkeyPatch) -> None:
+    paired = module(monkeypatch, "paired")
+    first, second = [0.9, 2.1, 0.2, 1.0, 1.4], [-0.9, 0.2, -0.9, -1.1, 3.0, 0.4]
+    found = paired.between(*(paired.difference(each, [0.0] * len(each)) for each in (first, second)))
+    interval = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+    np.testing.assert_allclose(found, interval, rtol=1e-12)
+
+
 def test_folds_widen_the_interval_as_nadeau_and_bengio(monkeypatch: pytest.MonkeyPatch) -> None:
     paired = module(monkeypatch, "paired")
     values = np.array([1.0, 2.0, 0.5, 1.5, 3.0])
@@ -156,7 +164,7 @@ def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
         (1.1, 3.0): ("holds", "does not hold"),
     }
     for (low, high), expected in cases.items():
-        found = paired.Difference((low + high) / 2, low, high, 1.0, 5)
+        found = paired.Difference((low + high) / 2, 1.0, low, high, 1.0, 5)
         assert tuple(paired.verdict(found, expect, 1.0) for expect in ("higher", "equal")) == expected
 
 
@@ -207,14 +215,17 @@ def test_the_page_of_complete_and_incomplete_studies(
     missing = "At equal effective epochs, four views and a quarter of the images read are as good as one view."
     assert cells[missing][3:] == ["-", "not measured"]
     text = "\n".join(lines)
-    table = text.partition("Repeated on another visit")[2].splitlines()[4:]
+    table = text.partition("Repeated on another visit")[2].splitlines()[5:]
     claims = [
         "| At equal images read, four views are better than two.",
         "| Two views improve the features of the untrained",
     ]
     assert [row.startswith(claim) for row, claim in zip(table, claims, strict=False)] == [True, True]
     assert table[2] == "", "no other claim has both arms"
-    assert table[0].split(" | ")[2].startswith("+11.00, -1.71 to +23.71 "), "5 and 6 times 2, t of one degree: 12.71"
+    repeated = table[0].split(" | ")
+    assert repeated[3].startswith("+11.00, -1.71 to +23.71 "), "5 and 6 times 2, t of one degree: 12.71"
+    assert [repeated[2], repeated[4]] == ["0.000125 and 0.0005", "0.000125"]
+    assert repeated[6].startswith("yes, "), "the second interval is 25 points wide"
     assert "run --only a --seeds 5,6 \\\n        --record benchmarks/results/evidence_repeated.jsonl\n" in text
     assert "    PYTHONPATH=benchmarks python -m evidence run --only j --elpv FOLDER" in lines
     assert "CC BY-NC-SA 4.0" in text
