@@ -58,9 +58,10 @@ def write_page(plan: Plan, rows: Rows, again: Rows, page: Path, figures: Path) -
 
     ``again``: rows of studies that were repeated with other seeds.
     """
-    names, sections, findings, missing = [], [], [], []
+    names, sections, missing = [], [], []
+    main, counts = list[str](), list[str]()
     for study in plan.studies:
-        found = {name: rows.full(arm, study.rates) for name, arm in study.arms.items()}
+        found = _full(study, rows)
         verdicts = [_verdict(comparison, _difference(comparison, study, found)) for comparison in study.comparisons]
         if set(verdicts) == {MISSING}:
             missing.append(f"{study.name}. {study.title}")
@@ -69,12 +70,17 @@ def write_page(plan: Plan, rows: Rows, again: Rows, page: Path, figures: Path) -
         _figure(study, found, figures / name)
         names.append(name)
         sections.append("\n".join((*_section(study, found, rows, name), *_repeated(study, found, rows, again))))
-        counts = " | ".join(f"{verdicts.count(each) or '-'}" for each in VERDICTS)
-        findings.append(f"| [{study.name}. {study.title}](#{_anchor(study)}) | {counts} |")
+        link = f"[{study.name}. {study.title}](#{_anchor(study)})"
+        numbers = " | ".join(f"{verdicts.count(each) or '-'}" for each in VERDICTS)
+        counts.append(f"| {link} | {numbers} |")
+        main += _main_claims(study, found, again)
     parts = [HEAD.format(held=HELD_OUT)]
-    if findings:
-        parts.append(f"| study, claims that | {' | '.join(VERDICTS)} |\n|---|{'---|' * len(VERDICTS)}")
-        parts[-1] += "\n" + "\n".join(findings) + "\n"
+    for titles, lines in (
+        (["study", "main claim", "score", "difference, interval [detectable]", "finding"], main),
+        (["study, claims that", *VERDICTS], counts),
+    ):
+        if lines:
+            parts.append("\n".join((f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}", *lines)) + "\n")
     parts += sections
     if missing:
         listed = fill(f"No claim of these studies is measured: {'; '.join(missing)}.", 120)
@@ -84,6 +90,28 @@ def write_page(plan: Plan, rows: Rows, again: Rows, page: Path, figures: Path) -
 
 
 Found = Mapping[str, Mapping[int, dict[str, Any]]]
+
+
+def _main_claims(study: Study, found: Found, again: Rows) -> Iterator[str]:
+    second = _full(study, again)
+    for comparison in study.comparisons:
+        one, two = (_difference(comparison, study, each) for each in (found, second))
+        if comparison.main and one:
+            result = _verdict(comparison, one)
+            if two:
+                result += f"; repeated: {_verdict(comparison, two)}"
+            cells = [
+                f"[{study.name}](#{_anchor(study)})",
+                comparison.claim,
+                SCORES[comparison.score],
+                _points(one, study),
+            ]
+            yield f"| {' | '.join((*cells, result))} |"
+
+
+def _full(study: Study, rows: Rows) -> Found:
+    """The rows of each arm's trainings, by seed."""
+    return {name: rows.full(arm, study.rates) for name, arm in study.arms.items()}
 
 
 def _anchor(study: Study) -> str:
@@ -171,7 +199,7 @@ def _rates(comparison: Comparison, study: Study, rows: Rows) -> list[float]:
 
 def _repeated(study: Study, found: Found, rows: Rows, again: Rows) -> Iterator[str]:
     """Both differences of each claim that was measured a second time, and whether they agree."""
-    second = {name: again.full(arm, study.rates) for name, arm in study.arms.items()}
+    second = _full(study, again)
     lines = []
     for comparison in study.comparisons:
         one, two = (_difference(comparison, study, each) for each in (found, second))

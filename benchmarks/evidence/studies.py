@@ -89,7 +89,9 @@ class Arm:
 @dataclass(frozen=True)
 class Comparison:
     """A claim about two arms. "higher": the first has the higher score; "equal": the difference is within points.
-    ``second`` may be "untrained": the encoder of ``first`` before training."""
+
+    ``second`` may be "untrained": the encoder of ``first`` before training. ``main`` claims head the page.
+    """
 
     claim: str
     paper: str
@@ -98,6 +100,7 @@ class Comparison:
     expect: str
     score: str = "probe"
     within: float = 1.0
+    main: bool = False
 
 
 @dataclass(frozen=True)

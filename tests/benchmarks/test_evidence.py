@@ -214,6 +214,9 @@ def test_the_page_of_complete_and_incomplete_studies(
     assert cells["K = 4, 10 epochs"][1:4] == ["-", "-", "0"]
     missing = "At equal effective epochs, four views and a quarter of the images read are as good as one view."
     assert cells[missing][3:] == ["-", "not measured"]
+    main = [line for line in lines[: lines.index("## j. Photographs of solar cells at 224 pixels")] if "](#a-" in line]
+    assert main[0].startswith("| [a](#a-number-of-masked-views-k) | At equal images read and equal rates, two ")
+    assert "[i](#" not in "".join(lines[:60]), "no claim of study i is measured"
     text = "\n".join(lines)
     table = text.partition("Repeated on another visit")[2].splitlines()[5:]
     claims = [
