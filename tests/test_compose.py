@@ -380,6 +380,9 @@ def test_fields_that_do_not_affect_results_are_marked() -> None:
         "${oc.env:${wandb}}",
         "${wandb}",
         "${oc.decode:1}",
+        r"https://h/\${oc.env:MINE}",
+        r"\\${oc.env:MINE}",
+        "${",
     ],
 )
 def test_a_stored_text_reads_no_variable_but_as_a_whole(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +392,12 @@ def test_a_stored_text_reads_no_variable_but_as_a_whole(text: str, monkeypatch: 
     config = from_yaml(PretrainConfig, stored)
     assert (config.wandb, config.data.root) == ("value-of-mine", text)
     assert to_yaml(from_yaml(PretrainConfig, to_yaml(config))) == to_yaml(config)
+
+
+@pytest.mark.parametrize("text", ["${", "runs/a${b", "a${b c}", "${nope.x}", r"a\\${b}", "é ${:x}"])
+def test_text_that_is_no_interpolation_is_a_path_like_others(text: str) -> None:
+    config = compose("pretrain", [f"run={text}"])
+    assert (config.run, from_yaml(PretrainConfig, to_yaml(config)).run) == (text, text)
 
 
 @pytest.mark.parametrize(
