@@ -161,6 +161,7 @@ BAD_OVERRIDES = {
     "epochs=1e30": ["epochs must be above 0 and at most 1e+12, got 1e+30"],
     "log_every=1e18": ["log_every must be at least 1 and at most 1e+12, got 1e+18"],
     "backbone.depth=1e9": ["backbone.depth must be above 0 and at most 1024, got 1000000000"],
+    "workers=100000": ["workers must be at least 0 and at most 1024, got 100000"],
     "batch_size=-4": ["batch_size", "above 0", "-4"],
     "optim.min_lr=\u22121": ["optim.min_lr must be at least 0, got -1"],
     "optim.base_lr=nan": ["optim.base_lr", "above 0", "nan"],
