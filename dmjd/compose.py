@@ -18,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -229,7 +230,7 @@ def _keep_typed(config: Any, typed: Any) -> None:
         if is_dataclass(value):
             _keep_typed(value, text)
         elif isinstance(value, str) and "${" in str(text) and "choices" not in item.metadata:
-            setattr(config, item.name, Typed(value, text.replace("\\${", "${")))
+            setattr(config, item.name, Typed(value, _unescaped(text)))
 
 
 _VARIABLE = re.compile(r"\$\{oc\.env:\w+\}")
@@ -247,7 +248,16 @@ def _resolvable(values: Any) -> Any:
     if not isinstance(values, str) or "${" not in values:
         return values
     known = _VARIABLE.fullmatch(values) and values[len("${oc.env:") : -1] in os.environ
-    return values if known else values.replace("${", "\\${")
+    return values if known else _escaped(values)
+
+
+def _escaped(text: str) -> str:
+    """``text`` with every ``${`` as plain text for OmegaConf, which reads two backslashes before it as one."""
+    return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", text)
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"(\\+)\$\{", lambda found: found[1][: len(found[1]) // 2] + "${", text)
 
 
 def _describing(overrides: Sequence[str]) -> list[str]:
@@ -281,7 +291,7 @@ def _stored(value: Any) -> Any:
 
 def to_yaml(config: Any) -> str:
     """:func:`stored` as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(stored(config)))
+    return str(yaml.safe_dump(stored(config), default_flow_style=False, allow_unicode=True, sort_keys=False))
 
 
 def from_yaml_of_run(text: str | bytes, source: Path | str) -> TrainConfig:
@@ -440,7 +450,7 @@ def _interpolated(key: str, text: str, known: Container[str]) -> str:
         kept.append(match[0])
         return "\0"
 
-    parts = _INTERPOLATION.sub(keep, text).replace("${", "\\${").split("\0")
+    parts = _escaped(_INTERPOLATION.sub(keep, text)).split("\0")
     return parts[0] + "".join(inner + part for inner, part in zip(kept, parts[1:], strict=True))
 
 

@@ -31,6 +31,11 @@ def printable_message(message: str) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
 
 
+def one_line(message: str) -> str:
+    """:func:`printable_message` with line breaks, which names and values may hold, as ``\\n``."""
+    return printable_message(message).replace("\n", "\\n")
+
+
 class UserError(ValueError):
     """Base class of errors that the user has to fix.
 
@@ -40,7 +45,7 @@ class UserError(ValueError):
     reported: bool = False
 
     def __str__(self) -> str:
-        return printable_message(super().__str__())  # printed, logged and stored in STOP_REASON and reports
+        return one_line(super().__str__())  # printed, logged and stored in STOP_REASON and reports
 
 
 class ConfigError(UserError):
@@ -90,7 +95,7 @@ class BadImage(DataError):
 
     def __str__(self) -> str:
         cure = _CURES.get(self.kind, "remove or replace it")
-        return printable_message(f"{self.name} {self.fault}; {cure}").replace("\n", "\\n")
+        return one_line(f"{self.name} {self.fault}; {cure}")
 
     def copy(self) -> BadImage:
         """A copy without the traceback, whose frames would keep images alive."""

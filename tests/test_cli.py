@@ -348,6 +348,9 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
         (["knn", "checkpoint=absent"], ["checkpoint=absent does not exist"]),
         (["linprobe", "checkpoint=."], ["holds no complete checkpoint"]),
         (["pretrain", "--cfg", "job"], ["'job'"]),
+        (["knn", "checkpoint=a\nb"], ["checkpoint=a\\nb does not exist"]),
+        (["report", "a\nb"], ["no run folder at a\\nb"]),
+        (["doctor", "a\n\x1b[1mb"], ["a\\n\\x1b[1mb is not a run folder"]),
     ],
 )
 def test_an_error_is_one_line_and_leaves_nothing(

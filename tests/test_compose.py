@@ -161,6 +161,7 @@ BAD_OVERRIDES = {
     "epochs=1e30": ["epochs must be above 0 and at most 1e+12, got 1e+30"],
     "log_every=1e18": ["log_every must be at least 1 and at most 1e+12, got 1e+18"],
     "backbone.depth=1e9": ["backbone.depth must be above 0 and at most 1024, got 1000000000"],
+    "workers=100000": ["workers must be at least 0 and at most 1024, got 100000"],
     "batch_size=-4": ["batch_size", "above 0", "-4"],
     "optim.min_lr=\u22121": ["optim.min_lr must be at least 0, got -1"],
     "optim.base_lr=nan": ["optim.base_lr", "above 0", "nan"],
@@ -380,6 +381,9 @@ def test_fields_that_do_not_affect_results_are_marked() -> None:
         "${oc.env:${wandb}}",
         "${wandb}",
         "${oc.decode:1}",
+        r"https://h/\${oc.env:MINE}",
+        r"\\${oc.env:MINE}",
+        "${",
     ],
 )
 def test_a_stored_text_reads_no_variable_but_as_a_whole(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +393,12 @@ def test_a_stored_text_reads_no_variable_but_as_a_whole(text: str, monkeypatch: 
     config = from_yaml(PretrainConfig, stored)
     assert (config.wandb, config.data.root) == ("value-of-mine", text)
     assert to_yaml(from_yaml(PretrainConfig, to_yaml(config))) == to_yaml(config)
+
+
+@pytest.mark.parametrize("text", ["${", "runs/a${b", "a${b c}", "${nope.x}", r"a\\${b}", "é ${:x}"])
+def test_text_that_is_no_interpolation_is_a_path_like_others(text: str) -> None:
+    config = compose("pretrain", [f"run={text}"])
+    assert (config.run, from_yaml(PretrainConfig, to_yaml(config)).run) == (text, text)
 
 
 @pytest.mark.parametrize(

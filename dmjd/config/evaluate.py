@@ -45,7 +45,7 @@ class ImagesConfig(EncoderConfig):
     data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 
-    workers: int | None = number(None, least=0)
+    workers: int | None = number(None, least=0, most=1024)
     device: str = choice("auto", "cpu", "cuda", rejected={"gpu": "is called cuda"})
     data: DataConfig | None = None
     data_keys: list[str] | None = recorded()

@@ -50,7 +50,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = may_change(field(default_factory=EngineConfig))
-    workers: int = may_change(number(8, least=0))
+    workers: int = may_change(number(8, least=0, most=1024))
     resume: str = may_change(choice("auto", "never"))
     init: str | None = path()
     log_every: int | None = may_change(number(None, least=1))

@@ -102,7 +102,7 @@ class ImageFolder:
             below = os.path.relpath(self._folder, root)
             prefix = "" if below == "." else f"{below}/"
             sides = held_out.sides(prefix + path for path in paths)
-            held_out.require_both(sides, root)
+            held_out.require_both(sides, (prefix + path for path in paths), root)
             self._sides = f"{held_out}, {sum(sides)} of {len(paths)} images"
             self.one_sided = one_sided(labels, sides, classes)
             kept = [number for number, side in enumerate(sides) if side == (split == "test")]

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
@@ -38,16 +38,24 @@ class HeldOut(NamedTuple):
         percentage. PATH is encoded as UTF-8 in Unicode form C: some systems store names in form D.
         """
         limit = ceil(Fraction(str(self.percent)) * (1 << 64) / 100)
-        names = (unicodedata.normalize("NFC", f"{self.seed}/{path}").encode(errors="surrogateescape") for path in paths)
-        return [int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < limit for name in names]
+        return [place < limit for place in self._places(paths)]
 
-    def require_both(self, sides: Sequence[bool], root: str, section: str = "data.") -> None:
-        """Raise DataError if one side of the images in ``root`` is empty; ``section``: prefix of the keys' names."""
+    def _places(self, paths: Iterable[str]) -> Iterator[int]:
+        names = (unicodedata.normalize("NFC", f"{self.seed}/{path}").encode(errors="surrogateescape") for path in paths)
+        return (int.from_bytes(hashlib.sha256(name).digest()[:8], "big") for name in names)
+
+    def require_both(self, sides: Sequence[bool], paths: Iterable[str], root: str, section: str = "data.") -> None:
+        """Raise DataError if one of the :meth:`sides` of ``paths`` in ``root`` is empty, with a percentage that holds
+        out one image; ``section``: prefix of the keys' names."""
         if len(set(sides)) < 2:
+            cure, places = "", sorted(self._places(paths))
+            if len(places) > 1:
+                between = 50 * (places[0] + places[1]) / (1 << 64)
+                cure = f"set {section}val_percent={between:.6g} to hold out one, change {section}val_seed, or "
             raise DataError(
                 f"{section}val_percent={self.percent:.10g} holds out {sum(sides)} of the {len(sides)} "
-                f"image{'s' * (len(sides) > 1)} in {root}, and training and evaluation need at least one each; change "
-                f"{section}val_percent or {section}val_seed, or set {section}val_percent=0 to train on all images"
+                f"image{'s' * (len(sides) > 1)} in {root}, and training and evaluation need at least one each; "
+                f"{cure}set {section}val_percent=0 to train on all images"
             )
 
 

@@ -33,6 +33,7 @@ ORIGIN = ("weights", "step", "pooling")
 """Settings of an encoder that the page states."""
 MOST_NEIGHBOURS = 10_000
 """Neighbours of all queries by one encoder, at most."""
+_NEIGHBOURS = 8
 _PER_BLOCK = 1 << 24  # similarities that are held at once: 64 MiB of float32
 
 
@@ -46,7 +47,7 @@ class NeighboursConfig:
     split: Images to search, from which the queries are chosen too.
     queries: Number of query images, evenly spaced over the classes and within each class.
     query: Names of the query images, in place of evenly spaced ones. The last part of a name is enough if it is unique.
-    neighbours: Neighbours of each query.
+    neighbours: Neighbours of each query. null: 8, or all other images if there are fewer.
     duplicates: Minimum cosine similarity of near duplicates, which are listed. null: no search.
     """
 
@@ -55,7 +56,7 @@ class NeighboursConfig:
     split: str = choice("all", "train", "test")
     queries: int = number(20, least=1, most=1000)
     query: list[str] | None = None
-    neighbours: int = number(8, least=1, most=100)
+    neighbours: int | None = number(None, least=1, most=100)
     duplicates: float | None = number(0.999, above=0, most=1)
 
 
@@ -199,10 +200,11 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     from dmjd.explore.sources import origin, output_folder, read_together, write_files
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.queries * config.neighbours > MOST_NEIGHBOURS:
+    neighbours = config.neighbours or _NEIGHBOURS
+    if config.queries * neighbours > MOST_NEIGHBOURS:
         raise ConfigError(
-            f"queries={config.queries} times neighbours={config.neighbours} must be at most {MOST_NEIGHBOURS:,}, the "
-            "limit of a page"
+            f"queries={config.queries} times neighbours={neighbours} must be at most {MOST_NEIGHBOURS:,}, the limit of "
+            "a page"
         )
     folder = output_folder(config.embeddings[0], config.output)
     found = read_together(config.embeddings)
@@ -218,8 +220,10 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     if len(kept) < 2:
         number_of = "there is 1 image" if len(kept) else "there are 0 images"
         raise DataError(f"{number_of}{which}, and neighbours need at least 2; embed more images")
-    if config.neighbours >= len(kept):
-        raise ConfigError(f"neighbours={config.neighbours} must be less than the number of images{which}, {len(kept)}")
+    if config.neighbours is None:
+        neighbours = min(neighbours, len(kept) - 1)
+    if neighbours >= len(kept):
+        raise ConfigError(f"neighbours={neighbours} must be less than the number of images{which}, {len(kept)}")
     training = int((np.asarray(found.splits)[kept] == "train").sum())
     names, labels = [found.names[row] for row in kept], found.labels[kept]
     classes = [found.classes[label] if label >= 0 else "" for label in labels.tolist()]
@@ -234,11 +238,11 @@ def run(config: NeighboursConfig) -> Iterator[str]:
                 name,
                 ", ".join(filter(None, (f"{every.shape[1]} dimensions", origin(found, name, ORIGIN, 60)))),
                 _score(features, labels, len(found.classes), device),
-                nearest(features, queries, config.neighbours),
+                nearest(features, queries, neighbours),
                 pairs,
             )
         )
-    notes = [_images_line(config, labels, training, len(queries))]
+    notes = [_images_line(config, labels, training, len(queries), neighbours)]
     if config.duplicates is not None and not searched:
         notes.append(f"Near duplicates are not searched among more than {MOST_SEARCHED:,} images.")
     files = {
@@ -257,7 +261,9 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     yield from written
 
 
-def _images_line(config: NeighboursConfig, labels: npt.NDArray[np.int64], training: int, queries: int) -> str:
+def _images_line(
+    config: NeighboursConfig, labels: npt.NDArray[np.int64], training: int, queries: int, neighbours: int
+) -> str:
     """The images, the number of training images among them, which a fine-tuned encoder has seen with their labels, and
     the queries."""
     present = len(set(labels[labels >= 0].tolist()))
@@ -268,7 +274,7 @@ def _images_line(config: NeighboursConfig, labels: npt.NDArray[np.int64], traini
         which = f" of the split {config.split}"
     return (
         f"{len(labels):,} images{of}{which}; {queries} quer{'y' if queries == 1 else 'ies'}, {chosen}, each with its "
-        f"{config.neighbours} nearest neighbour{'s' * (config.neighbours != 1)} by cosine similarity."
+        f"{neighbours} nearest neighbour{'s' * (neighbours != 1)} by cosine similarity."
     )
 
 

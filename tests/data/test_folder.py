@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import socket
 import unicodedata
 from dataclasses import replace
@@ -22,7 +23,7 @@ from dmjd.data import decode
 from dmjd.data.build import build_dataset, resolve_auto, training_source
 from dmjd.data.decode import check_header
 from dmjd.data.folder import ImageFolder
-from dmjd.data.held_out import one_sided
+from dmjd.data.held_out import HeldOut, one_sided
 from dmjd.errors import BadImage, ConfigError, DataError, NoSplit
 
 PHOTO = data.astronaut()[:64, :80]
@@ -75,6 +76,16 @@ def test_splits_share_the_class_numbers_of_training(tmp_path: Path, held_out: st
     assert names(train, tmp_path) == ["train/ant/1.png", "train/bee/1.png", "train/cow/1.png"]
     assert names(test, tmp_path) == [f"{held_out}/cow/9.png"]
     assert (labels(test), test.num_classes) == ([2], 3)
+
+
+@pytest.mark.parametrize("percent", [1e-7, 99.9999])
+def test_a_percentage_that_works_is_named_where_one_side_is_empty(percent: float) -> None:
+    paths = ["a/1.png", "b/1.png", "c/1.png"]
+    rule = HeldOut(percent, seed=4)
+    with pytest.raises(DataError, match="need at least one each; set ") as caught:
+        rule.require_both(rule.sides(paths), paths, "photos")
+    (named,) = re.findall(r"val_percent=(\S+) to hold out one", str(caught.value))
+    assert sum(HeldOut(float(named), seed=4).sides(paths)) == 1
 
 
 def test_a_test_class_that_training_lacks_is_refused(tmp_path: Path) -> None:

@@ -240,6 +240,15 @@ def test_splits_names_and_unlabelled_images_are_chosen(file: Path, dmjd: Command
     assert "✓" not in (tmp_path / "neighbours.html").read_text()
 
 
+def test_few_images_have_all_others_as_neighbours(tmp_path: Path, dmjd: Command) -> None:
+    write_embeddings(tmp_path / "e.npz", embeddings(splits=np.array(["train"] * 33 + ["test"] * 3)))
+    code, out, error = dmjd("neighbours", str(tmp_path / "e.npz"), "split=test")
+    assert code == 0, error
+    assert "3 queries, evenly spaced over the classes, each with its 2 nearest neighbours" in out
+    queries = {row["query"] for row in rows_of(tmp_path / "neighbours.csv") if row["encoder"] == "good"}
+    assert len(rows_of(tmp_path / "neighbours.csv")) == 2 * len(queries) * 2
+
+
 def test_errors_are_one_line(file: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     write_embeddings(file.parent / "bare.npz", embeddings(thumbnails=None))

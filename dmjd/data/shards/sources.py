@@ -90,7 +90,7 @@ def split_source(source: Source, src: str, held_out: HeldOut) -> Source:
         raise DataError(f"{src} has a held-out split, for which val_percent cannot be set; leave it out")
     items = source.splits["train"]
     sides = held_out.sides(item.place(src) for item in items)
-    held_out.require_both(sides, src, section="")
+    held_out.require_both(sides, (item.place(src) for item in items), src, section="")
     report_one_sided(src, one_sided((item.label for item in items), sides, source.classes, section=""))
     splits = {
         split: [item for item, side in zip(items, sides, strict=True) if side == (split == "val")]
