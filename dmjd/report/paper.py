@@ -43,7 +43,7 @@ PUBLISHED_NOTE = (
 _LONG_TITLE = 20
 _ABBREVIATIONS = {
     "ETE": "effective training epochs (views x epochs)",
-    "Gh.": f"GPU hours / {PAPER_GPUS}",
+    "Gh.": f"wall hours of pre-training on {PAPER_GPUS} GPUs",
     "Ft.": "top-1 in % after fine-tuning",
     "LP": "top-1 in % of a linear probe",
     "kNN": "top-1 in % of k-nearest-neighbour classification",

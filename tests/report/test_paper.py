@@ -243,7 +243,7 @@ def test_the_terminal_shows_aligned_columns_in_which_the_run_has_a_value(make_ru
     head, ours, *below = text.splitlines()
     assert head.split("  ")[0] == "Run"
     assert "mIoU" not in head
-    meanings = "GPU hours / 8; kNN: top-1 in % of k-nearest-neighbour classification."
+    meanings = "wall hours of pre-training on 8 GPUs; kNN: top-1 in % of k-nearest-neighbour classification."
     assert f"ETE: effective training epochs (views x epochs); Gh.: {meanings}" in below, (
         "the abbreviations of the shown columns, and no others"
     )
