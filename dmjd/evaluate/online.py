@@ -43,7 +43,7 @@ class OnlineKnn:
     replaced by its value, and the accuracies that need no encoder are logged.
 
     Raises:
-        ConfigError: if there are too few training images, or no cls token.
+        ConfigError: if there are too few training images, or no class token.
         DataError: if the data has no test split or no labels.
     """
 
