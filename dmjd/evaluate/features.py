@@ -175,7 +175,7 @@ def encoded(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The frozen features and the labels of each batch of ``loader``, on ``device``. Arguments and errors as for
     :func:`extract_features`; an empty loader yields nothing."""
-    with Progress("images", total, images=1) as bar:
+    with Progress("features of images", total, images=1) as bar:
         for batch in loader:
             require_labels(batch.labels)
             values = encode(encoder, batch.images.to(device, non_blocking=True), mean=mean, std=std, pooling=pooling)
