@@ -173,7 +173,7 @@ class Encoder:
             raise ConfigError(f"pooling={pooling!r} must be 'mean' or 'cls'")
         prefix = self.module.num_prefix_tokens
         if pooling == "cls" and not prefix:
-            raise ConfigError("pooling='cls' needs a cls token, and this encoder has none; use pooling='mean'")
+            raise ConfigError("pooling='cls' needs a class token, and this encoder has none; use pooling='mean'")
         runs = self._run(images, batch_size, size)
         with torch.no_grad():
             features = torch.cat([pool_features(self.module, tokens, pooling).cpu() for tokens, _ in runs])

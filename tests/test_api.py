@@ -356,7 +356,7 @@ def test_images_of_other_sizes_are_resized_and_cropped_as_in_an_evaluation(encod
     assert patches.shape == (3, 6, 6, encoder.dim)
     assert torch.equal(patches.flatten(1, 2), tokens)
     torch.testing.assert_close(encoder.embed(images, size=[24, 24]), patches.mean(dim=(1, 2)))
-    with pytest.raises(ConfigError, match="pooling='cls' needs a cls token"):
+    with pytest.raises(ConfigError, match="pooling='cls' needs a class token"):
         encoder.embed(images, pooling="cls")
 
 

@@ -489,7 +489,7 @@ def test_a_finished_run_prints_the_next_command(dmjd: Command, tiny: Words, tmp_
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     code, out, err = dmjd("pretrain", *tiny(run))
     assert code == 0, err
-    assert f"dmjd knn checkpoint={run}" in out
+    assert f"dmjd knn {run}" in out
     assert "continuing from" in err
     code, out, err = dmjd("report", str(run))
     assert (code, err) == (0, "")

@@ -150,7 +150,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     ]
     failed = end.get("reason", "error") in ("error", "crashed", "lost")
     findings += starmap(Finding, job_log.search(run, launch.log if launch else "", causes=failed))
-    findings.append(_newest_checkpoint(run))
+    findings.append(_newest_checkpoint(run, finished=end.get("reason") == "finished"))
     return findings
 
 
@@ -313,10 +313,11 @@ def _process_states(beats: Sequence[Beat], job: str | None) -> dict[int, str]:
     return {beat.rank: states[beat.host][beat.pid] for beat in beats if beat.pid in states[beat.host]}
 
 
-def _newest_checkpoint(run: Path) -> Finding:
+def _newest_checkpoint(run: Path, *, finished: bool) -> Finding:
     # Neither a draft, step-00001000.tmp, nor a user's copy, step-00001000-best.
     found = sorted((run / "checkpoints").glob(f"step-{'[0-9]' * 8}/manifest.json"))
     if not found:
         return Finding("no checkpoint: a new launch starts from scratch")
     when = datetime.fromtimestamp(found[-1].stat().st_mtime).isoformat(" ", "seconds")
-    return Finding(f"newest checkpoint: {found[-1].parent.name} of {when}, from which the same command resumes")
+    resumed = "" if finished else ", from which the same command resumes"
+    return Finding(f"newest checkpoint: {found[-1].parent.name} of {when}{resumed}")

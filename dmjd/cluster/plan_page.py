@@ -29,8 +29,8 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
     yield f"FLOPs per image       {plan.flops_per_image / 1e9:.1f} G, {passes}"
     yield f"batch                 {config.batch_size} images per step, {plan.images_per_gpu} on each of {gpus} GPU(s)"
     yield (
-        f"time                  {plan.gpu_hours:.0f} GPU hours, {plan.gpu_hours / gpus:.1f} h on {gpus} GPU(s), for "
-        f"{config.epochs} epochs of {plan.images} images"
+        f"time                  {_hours(plan.gpu_hours)} GPU hours, {_hours(plan.gpu_hours / gpus)} h on {gpus} GPU(s)"
+        f", for {config.epochs} epochs of {plan.images} images"
     )
     kind = "bf16" if plan.gpu.bf16 else "fp16"
     yield f"                      at {config.mfu:g} % MFU of {plan.gpu.tflops:g} TFLOP/s ({config.gpu}, {kind})"
@@ -94,6 +94,10 @@ def _fewest(plan: Plan, engine: str | None) -> Iterator[str]:
 
 def _fit(fit: Fit) -> str:
     return f"{fit.micro_batch} x {fit.grad_accum_steps}, {_gib(fit.peak)}"
+
+
+def _hours(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _gib(size: float) -> str:

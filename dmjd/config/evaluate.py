@@ -57,7 +57,7 @@ class EvaluationConfig(ImagesConfig):
 
     output: Folder of the score's JSON file. Default: the run folder; for a file of weights, a folder named like the
         file without its suffix.
-    pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
+    pooling: Image feature. mean: mean of the patch tokens. cls: class token.
     train_images: Maximum number of training images, evenly spaced. null: all.
     few_shot: Percentage of each class's training images to use, such as 1 or 10; at least one image of each class. The
         choice depends on the file names only. null: all.

@@ -84,7 +84,7 @@ class BackboneConfig:
     depth: Transformer blocks. swin: set by windows.depths.
     num_heads: Attention heads. swin: set by windows.num_heads.
     mlp_ratio: MLP hidden width / embedding dimension.
-    class_token: (vit) Prepend a cls token.
+    class_token: (vit) Prepend a class token.
     masked_tokens: drop: the encoder processes visible tokens only (MAE). mask_token: masked tokens are replaced by a
         learned embedding (BEiT, SimMIM).
     drop_path: Stochastic depth rate of the last block; increases linearly from 0 with depth.
@@ -215,7 +215,7 @@ class TargetConfig:
 class HeadConfig:
     """Classification head.
 
-    pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
+    pooling: Image feature. mean: mean of the patch tokens. cls: class token.
     norm: pooled: a new LayerNorm after the pooling, in place of the encoder's final norm. encoder: the encoder's final
         norm, before the pooling.
     init_std: Standard deviation of the head's initial weights (truncated normal distribution).

@@ -21,8 +21,9 @@ class OnlineKnnConfig:
     train_images: Maximum number of training images, evenly spaced.
     neighbours: Number of neighbours (k). null: 20, or fewer for few images per class (docs/evaluation.md).
     temperature: Softmax temperature of the neighbours' cosine similarities.
-    pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
-    warn_drop: Warn if the accuracy falls this many percentage points below the best so far.
+    pooling: Image feature. mean: mean of the patch tokens. cls: class token.
+    warn_drop: Warn if the accuracy falls more than this many percentage points below the best so far. null: 2, or two
+        standard errors of the accuracy if that is more, which is so for few test images.
     """
 
     every_epochs: int = number(0, least=0)
@@ -30,7 +31,7 @@ class OnlineKnnConfig:
     neighbours: int | None = positive(None)
     temperature: float = positive(0.07)
     pooling: str = choice("mean", "cls")
-    warn_drop: float = number(2.0, least=0)
+    warn_drop: float | None = number(None, least=0)
 
 
 @dataclass

@@ -247,7 +247,10 @@ def training_batches(
             or a stream has fewer tars than there are processes.
     """
     if not 1 <= batch_size <= len(dataset):
-        raise ConfigError(f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of an epoch")
+        raise ConfigError(
+            f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of an epoch; set a smaller one, "
+            "or experiment=own_photos, which follows the number of images"
+        )
     if batch_size % world:
         raise ConfigError(f"batch_size={batch_size} is not divisible by {world} processes; change one of them")
     if isinstance(dataset, TarStream):

@@ -189,7 +189,7 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
     Raises:
         CheckpointError: if there is no complete checkpoint or file of weights, or it holds another model.
         ConfigError: if the model is described for a run, or not for a file; if ``config.data`` has another number of
-            channels or a size that the encoder cannot read; if pooling=cls and there is no cls token.
+            channels or a size that the encoder cannot read; if pooling=cls and there is no class token.
     """
     device = select_device(config.device, "device")
     path = weights_at(config.checkpoint, "checkpoint", config.which)
@@ -226,7 +226,7 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
         encoder = _of_run(path, trained, weights) if file is None else _of_file(file, trained)
         encoder.requires_grad_(False).to(device).eval()
     if isinstance(config, EvaluationConfig) and config.pooling == "cls" and not encoder.num_prefix_tokens:
-        raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
+        raise ConfigError("pooling=cls needs a class token, and this encoder has none; use pooling=mean")
     size = data.image_size[0], data.image_size[1]
     with config_section("data.image_size"):
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))

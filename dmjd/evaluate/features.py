@@ -84,12 +84,13 @@ def encode(
         images: uint8 ``[B, H, W, C]`` on the encoder's device.
         mean, std: per channel, of images scaled to [0, 1].
         pooling: as for :func:`pool`. "fc_norm": the mean of the last block's patch tokens, before the encoder's final
-            norm, followed by a LayerNorm without trained values. "layers": of each block, before that norm, the cls
-            token beside the mean of the patch tokens, or the mean if there is no cls token; blocks whose tokens differ
-            in width or number from the last one's (the first stages of ConvViT and Swin) are left out. "tokens": all.
+            norm, followed by a LayerNorm without trained values. "layers": of each block, before that norm, the class
+            token beside the mean of the patch tokens, or the mean if there is no class token; blocks whose tokens
+            differ in width or number from the last one's (the first stages of ConvViT and Swin) are left out.
+            "tokens": all.
 
     Returns:
-        float32 ``[B, D]``; layers: ``[B, L, 2 D]``, or ``[B, L, D]`` without a cls token; tokens:
+        float32 ``[B, D]``; layers: ``[B, L, 2 D]``, or ``[B, L, D]`` without a class token; tokens:
         ``[B, prefix + N, D]``.
     """
     prefix = cast(int, encoder.num_prefix_tokens)
@@ -122,8 +123,8 @@ def pool(tokens: Tensor, num_prefix_tokens: int, how: str) -> Tensor:
 
     Args:
         tokens: ``[B, prefix + N, D]``.
-        num_prefix_tokens: leading tokens that are not patches; the first of them is the cls token.
-        how: ``"mean"`` of the patch tokens (ConvMAE, DMJD), or ``"cls"``, the cls token (MAE).
+        num_prefix_tokens: leading tokens that are not patches; the first of them is the class token.
+        how: ``"mean"`` of the patch tokens (ConvMAE, DMJD), or ``"cls"``, the class token (MAE).
 
     Returns:
         ``[B, D]`` in ``tokens``' dtype.
@@ -133,8 +134,8 @@ def pool(tokens: Tensor, num_prefix_tokens: int, how: str) -> Tensor:
 
 
 def _cls_and_mean(tokens: Tensor, num_prefix_tokens: int) -> Tensor:
-    """BEiT's feature of a layer: the cls token beside the mean of the patch tokens, ``[B, 2 D]``; without a cls token
-    the mean, ``[B, D]``."""
+    """BEiT's feature of a layer: the class token beside the mean of the patch tokens, ``[B, 2 D]``; without a class
+    token the mean, ``[B, D]``."""
     mean = pool(tokens, num_prefix_tokens, "mean")
     return torch.cat((pool(tokens, num_prefix_tokens, "cls"), mean), dim=1) if num_prefix_tokens else mean
 
@@ -174,7 +175,7 @@ def encoded(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The frozen features and the labels of each batch of ``loader``, on ``device``. Arguments and errors as for
     :func:`extract_features`; an empty loader yields nothing."""
-    with Progress("images", total, images=1) as bar:
+    with Progress("features of images", total, images=1) as bar:
         for batch in loader:
             require_labels(batch.labels)
             values = encode(encoder, batch.images.to(device, non_blocking=True), mean=mean, std=std, pooling=pooling)

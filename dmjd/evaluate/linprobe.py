@@ -71,8 +71,8 @@ class LinprobeConfig(EvaluationConfig):
     protocol: auto: MAE's linear probe, with values that depend on the number of images. mae, convmae, dmjd: the
         published linear probes. beit: a linear layer on each block; the best on the test images is reported. attentive:
         V-JEPA's cross-attention from one query. cached: features computed once, linear layers at all rates in one pass.
-    pooling: Image feature. mean: mean of the patch tokens. cls: cls token. auto: mean; with protocol=mae the cls token
-        if there is one. mean and cls need protocol=auto, mae or cached.
+    pooling: Image feature. mean: mean of the patch tokens. cls: class token. auto: mean; with protocol=mae the class
+        token if there is one. mean and cls need protocol=auto, mae or cached.
     epochs: Training epochs of the probe. null: the protocol's; auto: 90, or as many as give 1000 steps.
     warmup_epochs: Epochs of linear learning-rate warm-up. null: the protocol's; auto: a ninth of the epochs.
     base_lr: Base learning rate per 256 images; the peak learning rate is base_lr * batch_size / 256. null: the

@@ -7,6 +7,7 @@ The loss of masked image modelling may keep falling while features get worse. Th
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -42,7 +43,7 @@ class OnlineKnn:
     replaced by its value, and the accuracies that need no encoder are logged.
 
     Raises:
-        ConfigError: if there are too few training images, or no cls token.
+        ConfigError: if there are too few training images, or no class token.
         DataError: if the data has no test split or no labels.
     """
 
@@ -151,7 +152,10 @@ class OnlineKnn:
         if self._best is None:
             return
         best, best_step = self._best
-        if best - score > self._settings.warn_drop:
+        allowed = self._settings.warn_drop
+        if allowed is None:
+            allowed = max(2.0, 2 * math.sqrt(score * (100 - score) / len(self._test)))
+        if best - score > allowed:
             logger.warning(
                 "kNN top-1 fell to %.2f %% at step %d, %.2f points below the best so far, %.2f %% at step %d",
                 *(score, step, best - score, best, best_step),

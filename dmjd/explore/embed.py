@@ -61,7 +61,7 @@ class EmbedConfig:
     weights: trained: the trained weights; the teacher's, if a file holds a student and a teacher (DINO, iBOT).
         untrained: initial weights. ema: exponential moving average, if the run (ema_decay) or the file has one.
         student: the student's weights of such a file.
-    pooling: Image feature. mean: mean of the patch tokens. cls: cls token. One value for all checkpoints, or a list
+    pooling: Image feature. mean: mean of the patch tokens. cls: class token. One value for all checkpoints, or a list
         with one for each.
     split: Images: all, or those of the split train or test.
     images: Maximum number of images, evenly spaced. null: all.

@@ -168,8 +168,11 @@ def _middles(count: int, length: int) -> npt.NDArray[np.int64]:
     return (2 * np.arange(count) + 1) * length // (2 * count)
 
 
-def named_queries(names: Sequence[str], asked: Iterable[str]) -> list[int]:
+def named_queries(names: Sequence[str], asked: Iterable[str], which: str = "") -> list[int]:
     """The rows whose name is, or ends in, each of ``asked``, or is the end of it.
+
+    Args:
+        which: the images of the file that ``names`` are (" of split=test"), for the error.
 
     Raises:
         ConfigError: if there is none, with the closest name, or several.
@@ -183,7 +186,9 @@ def named_queries(names: Sequence[str], asked: Iterable[str]) -> list[int]:
         matching = [text] if text in rows else ends
         if not matching:
             near = difflib.get_close_matches(text, list(rows), n=1, cutoff=0.0)
-            raise ConfigError(f"query={printable(text)} is not an image of the file; the closest name is {near[0]}")
+            raise ConfigError(
+                f"query={printable(text)} is not among the images{which} of the file; the closest name is {near[0]}"
+            )
         if len(matching) > 1:
             some = ", ".join(matching[:3])
             raise ConfigError(f"query={printable(text)} is the end of {len(matching)} names ({some}); give more of it")
@@ -216,7 +221,7 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     kept = np.arange(len(found))
     if config.split != "all":
         kept = np.flatnonzero(np.asarray(found.splits) == config.split)
-    which = "" if config.split == "all" else f" of split={config.split}"
+    which = "" if config.split == "all" else f" of split={config.split}"  # for errors
     if len(kept) < 2:
         number_of = "there is 1 image" if len(kept) else "there are 0 images"
         raise DataError(f"{number_of}{which}, and neighbours need at least 2; embed more images")
@@ -228,7 +233,9 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     names, labels = [found.names[row] for row in kept], found.labels[kept]
     classes = [found.classes[label] if label >= 0 else "" for label in labels.tolist()]
     pictures = Pictures(names, [found.thumbnails[row] for row in kept], classes)
-    queries = spaced_queries(labels, config.queries) if config.query is None else named_queries(names, config.query)
+    queries = (
+        spaced_queries(labels, config.queries) if config.query is None else named_queries(names, config.query, which)
+    )
     sections, searched = [], config.duplicates is not None and len(kept) <= MOST_SEARCHED
     for name, every in found.features.items():
         features = every if len(kept) == len(found) else every[kept]

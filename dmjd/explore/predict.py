@@ -73,7 +73,7 @@ class PredictConfig(ImagesConfig):
         the training images of the run.
     neighbours: Number of neighbours (k) of kNN. null: as dmjd knn.
     temperature: Softmax temperature of the neighbours' cosine similarities.
-    pooling: Image feature of kNN. mean: mean of the patch tokens. cls: cls token.
+    pooling: Image feature of kNN. mean: mean of the patch tokens. cls: class token.
     batch_size: Images per forward pass. Segmentation: windows, at most 8. Detection: at most 4 images.
     overlays: (segmentation, detection) Also write each image with its prediction drawn over it, as JPEG.
     min_score: (detection) Minimum score of a detection. null: head.min_score of the run.
@@ -257,7 +257,7 @@ def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[s
     from dmjd.evaluate.knn import neighbours_for, votes
 
     if config.pooling == "cls" and not frozen.encoder.num_prefix_tokens:
-        raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
+        raise ConfigError("pooling=cls needs a class token, and this encoder has none; use pooling=mean")
     bank, classes = bank_of_run(frozen, config) if config.labelled is None else bank_of_file(frozen, config)
     k = config.neighbours or neighbours_for(len(bank), len(classes))
     if k > len(bank):

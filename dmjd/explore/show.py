@@ -17,8 +17,8 @@ KINDS = ("reconstruction", "masks", "hog", "attention", "pca")
 class ShowConfig(ImagesConfig):
     """Pictures of a model's masks, reconstructions and features, for any images.
 
-    paths: Image files and folders; from each folder, `images` images are taken, evenly spaced. Default: images of the
-        run's data.
+    paths: Image files and folders; of a folder, evenly spaced images are taken (images=). Default: images of the run's
+        data.
     images: Number of images from the data set or from each folder.
     split: Images of the run's data. auto: test images, or training images if there are none.
     kinds: List of pictures: reconstruction, masks, hog, attention, pca. null: all that the model supports.

@@ -100,7 +100,7 @@ def square(count: int) -> Grid | None:
 def grids_of(rows: int, prefix: int, new: Grid | None) -> list[Grid]:
     """Grids with as many tokens as a position table has rows: a square, ``new``, or both.
 
-    A table with the model's own prefix is preferred to one with a row more or less for the cls token.
+    A table with the model's own prefix is preferred to one with a row more or less for the class token.
     """
     other = new if new and rows - math.prod(new) in (0, 1) else None
     grids = [grid for grid in (square(rows - prefix), other, square(rows - 1 + prefix)) if grid]
@@ -110,12 +110,12 @@ def grids_of(rows: int, prefix: int, new: Grid | None) -> list[Grid]:
 def align_positions(name: str, table: Tensor, prefix: int, old: Grid | None) -> tuple[Tensor, Grid]:
     """The table ``[1, rows, D]`` as ``[1, prefix + h * w, D]``, and its grid.
 
-    A missing row of the cls token is added as zeros, which gives the same features; a row without a cls token is
+    A missing row of the class token is added as zeros, which gives the same features; a row without a class token is
     dropped.
 
     Args:
         name: of the table, for the error.
-        prefix: 1 for a model with a cls token, else 0.
+        prefix: 1 for a model with a class token, else 0.
         old: the grid; None if no grid fits, which is an error.
 
     Raises:
@@ -146,7 +146,7 @@ def resize_positions(table: Tensor, prefix: int, old: Grid, new: Grid) -> Tensor
 def resize_bias_table(
     table: Tensor, old: Grid, new: Grid, cls_rows: int = CLS_ROWS, *, geometric: bool = False
 ) -> Tensor:
-    """``[(2h - 1)(2w - 1) + 3, heads]`` from grid ``old`` to ``new``, bicubic; the rows of the cls token are copied.
+    """``[(2h - 1)(2w - 1) + 3, heads]`` from grid ``old`` to ``new``, bicubic; the rows of the class token are copied.
 
     Args:
         cls_rows: 3 for a ViT, 0 for the windows of a Swin.

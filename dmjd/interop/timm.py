@@ -152,7 +152,7 @@ def _vit(backbone: BackboneConfig, fc_norm: bool) -> TimmCall:
     arguments["init_values"] = scale
     if backbone.positions == "learned_relative":
         raise ConfigError(
-            "backbone.positions=learned_relative without a cls token is not a timm model; use format=onnx"
+            "backbone.positions=learned_relative without a class token is not a timm model; use format=onnx"
         )
     if relative:
         arguments |= {"qkv_bias": True, "rel_pos_type": "bias", "shared_rel_pos": shared}

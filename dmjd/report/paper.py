@@ -41,6 +41,14 @@ PUBLISHED_NOTE = (
     "with published ones only if data and protocol agree."
 )
 _LONG_TITLE = 20
+_ABBREVIATIONS = {
+    "ETE": "effective training epochs (views x epochs)",
+    "Gh.": f"wall hours of pre-training on {PAPER_GPUS} GPUs",
+    "Ft.": "top-1 in % after fine-tuning",
+    "LP": "top-1 in % of a linear probe",
+    "kNN": "top-1 in % of k-nearest-neighbour classification",
+}
+"""First word of a column's title -> its meaning, for the terminal."""
 _ETE = "effective training epochs, K x epochs done; a published sum includes those of the tokenizer."
 _HOURS = "number of devices x wall hours of pre-training over all launches, and the devices."
 _SPREAD = "mean ± sample standard deviation (number of seeds)."
@@ -131,7 +139,11 @@ def paper_text(run_paths: Sequence[str | Path]) -> str:
         if conditions and len(column.title) > _LONG_TITLE:
             listed.append(f"[{len(listed) + 1}] {name}: {conditions}.")
             known[place] = replace(column, title=f"{name} [{len(listed)}]")
-    return "\n".join([Table(known).text(), *listed, *paper.values, *paper.notes])
+    titles = {column.title.partition(" ")[0] for column in known}
+    meanings = [f"{name}: {meaning}" for name, meaning in _ABBREVIATIONS.items() if name in titles]
+    return "\n".join(
+        [Table(known).text(), *["; ".join(meanings) + "."] * bool(meanings), *listed, *paper.values, *paper.notes]
+    )
 
 
 def published_table() -> Table:
@@ -399,7 +411,7 @@ def _notes(runs: Sequence[Run], matched: Sequence[Published]) -> list[str]:
         alone.setdefault(identity(source.config), []).append(name)
     lines = [PUBLISHED_NOTE] if matched else []
     lines += [
-        f"No published row has the method, backbone, target and views of {', '.join(names)}: {what}."
+        f"The paper and the official repositories have no row like {', '.join(names)}, in the paper's terms {what}."
         for what, names in alone.items()
         if what not in published
     ]

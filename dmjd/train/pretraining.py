@@ -121,11 +121,11 @@ def next_steps(config: PretrainConfig, run: RunFolder) -> str:
     """Commands that work on a finished run, with RUN for its folder."""
     held_out = _held_out(config)
     bad = len(run.read_rows(run.quarantine)) + (len(held_out.bad) if held_out else 0)
-    commands = ["dmjd knn checkpoint=RUN"] if held_out and not bad else []
+    commands = ["dmjd knn RUN"] if held_out and not bad else []
     commands.append("dmjd report RUN")
     with suppress(ConfigError):
         timm_call(config.backbone, config.data)
-        commands.append("dmjd export checkpoint=RUN")
+        commands.append("dmjd export RUN")
     why = f" (for scores, remove or replace {bad} bad image(s) first)" if held_out and bad else ""
     return ", ".join(commands) + why
 

@@ -289,7 +289,7 @@ def test_a_branch_of_another_shape_is_left(tmp_path: Path) -> None:
 
 
 def test_positions_are_interpolated_to_the_grid_of_the_images(tmp_path: Path) -> None:
-    """Bicubic as in the official fine-tuning code; the row of the cls token stays."""
+    """Bicubic as in the official fine-tuning code; the row of the class token stays."""
     _, state = a_vit_with_learned_positions()
     path = stored(tmp_path / "vit.pth", state)
     frozen = encoder_of(path, *described("learned"), "data=folder", "data.image_size=[96,32]")
@@ -303,7 +303,7 @@ def test_positions_are_interpolated_to_the_grid_of_the_images(tmp_path: Path) ->
 
 @pytest.mark.parametrize("size", [(48, 64), (48, 80)])
 def test_positions_of_oblong_images_are_read_as_they_are(tmp_path: Path, size: tuple[int, int]) -> None:
-    """A file does not tell a grid of 3 x 4; with the cls token's row, 3 x 5 has as many rows as a square one."""
+    """A file does not tell a grid of 3 x 4; with the class token's row, 3 x 5 has as many rows as a square one."""
     model = vit(img_size=size)
     path = stored(tmp_path / "vit.pth", model.state_dict())
     frozen = encoder_of(path, *described("learned"), "data=folder", f"data.image_size=[{size[0]},{size[1]}]")
@@ -471,7 +471,7 @@ def test_a_folder_of_a_file_says_which(
 def test_cls_pooling_of_a_file_without_the_token_is_refused(tmp_path: Path) -> None:
     model = vit(class_token=False, global_pool="avg")
     words = (*described("learned"), "backbone.class_token=false", "pooling=cls")
-    with pytest.raises(ConfigError, match="pooling=cls needs a cls token"):
+    with pytest.raises(ConfigError, match="pooling=cls needs a class token"):
         encoder_of(stored(tmp_path / "vit.pth", model.state_dict()), *words, *IMAGES)
 
 

@@ -500,6 +500,7 @@ def test_a_finished_run(finished_run: Path, dmjd: Callable[..., tuple[int, str, 
     assert code == 0
     assert "run ended at step 11 of 11 (finished)" in out
     assert "newest checkpoint: step-00000011" in out
+    assert "resumes" not in out
 
 
 @pytest.mark.parametrize("when", ["{}", "5", '"0001-01-01T00:00:00"', '"9999-12-31T23:59:59"', "null"])

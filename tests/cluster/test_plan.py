@@ -15,6 +15,7 @@ from dmjd.accelerators import ACCELERATORS, accelerator_of
 from dmjd.builders.plan import Activations, Growth, Plan
 from dmjd.builders.recipe import MACHINES
 from dmjd.cli import main
+from dmjd.cluster.plan_page import page
 from dmjd.compose import compose, from_yaml
 from dmjd.config import EngineConfig, PlanConfig
 from dmjd.errors import ConfigError, DataError
@@ -60,6 +61,8 @@ def test_parameters_of_vit_2b_are_those_of_24_blocks() -> None:
 def test_gpu_hours_are_flops_by_rate() -> None:
     plan = make_plan("experiment=mae_vit_base", "epochs=10", "images=1000", "mfu=50", "gpu=a100-40")
     assert plan.gpu_hours * 3600 * 156e12 == pytest.approx(plan.flops_per_image * 10_000)
+    (time,) = (line for line in page(plan) if line.startswith("time"))
+    assert float(time.split()[1]) == pytest.approx(plan.gpu_hours, rel=5e-3), "not 0, however few images there are"
 
 
 def test_a_fine_tuning_is_planned_with_its_own_model_and_schedule() -> None:

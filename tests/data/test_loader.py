@@ -330,7 +330,10 @@ def test_a_worker_that_is_busy_ends_when_its_parent_says_so() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"batch_size": 21}, "batch_size=21 must be between 1 and the 20 images of an epoch"),
+        (
+            {"batch_size": 21},
+            "batch_size=21 must be between 1 and the 20 images of an epoch; set a smaller one, or experiment=",
+        ),
         ({"batch_size": 0}, "batch_size=0 must be between 1 and the 20 images"),
         ({"rank": 1, "world": 3}, "batch_size=4 is not divisible by 3 processes"),
     ],

@@ -96,7 +96,7 @@ def test_positions_are_interpolated_patch_rows_alone(tmp_path: Path) -> None:
 
 
 def test_a_plane_stays_a_plane_on_another_grid(tmp_path: Path) -> None:
-    """What is the same everywhere, positions and biases alike, is so on every grid; rows of the cls token stay."""
+    """What is the same everywhere, positions and biases alike, is so on every grid; rows of the class token stay."""
     state = draw(states.beit(shared=False, fine_tuned=True))
     tables = [name for name in state if name.endswith("bias_table")]
     for name in tables:
@@ -131,7 +131,7 @@ def test_rows_of_no_square_grid_need_a_name(tmp_path: Path) -> None:
     assert torch.equal(read_state(tmp_path / "out.pth").tensors["pos_embed"], state["pos_embed"])
 
 
-@pytest.mark.parametrize("grid", [(3, 4), (3, 5)])  # with the cls token's, (3, 5) has the rows of a square
+@pytest.mark.parametrize("grid", [(3, 4), (3, 5)])  # with the class token's, (3, 5) has the rows of a square
 def test_tables_of_the_grid_that_is_asked_for_stay(tmp_path: Path, grid: tuple[int, int]) -> None:
     rows = (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3
     state = draw(states.beit(shared=False)) | {"pos_embed": torch.randn(1, 1 + grid[0] * grid[1], DIM)}

@@ -315,7 +315,7 @@ def test_auto_does_not_evaluate_on_another_data_set(run: Path, tmp_path: Path, m
 
 def test_cls_pooling_needs_a_cls_token(run: Path) -> None:
     for verb in ("knn", "linprobe"):
-        with pytest.raises(ConfigError, match=r"pooling=cls needs a cls token.*pooling=mean"):
+        with pytest.raises(ConfigError, match=r"pooling=cls needs a class token.*pooling=mean"):
             evaluate(verb, run, "pooling=cls")
     assert evaluations(run) == []
 

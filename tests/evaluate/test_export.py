@@ -76,7 +76,7 @@ def tokens_of(state: dict[str, Tensor], config: PretrainConfig, images: Tensor) 
     backbone, dim = config.backbone, config.backbone.embed_dim
     grid = (images.shape[2] // backbone.patch_size, images.shape[3] // backbone.patch_size)
     x = F.conv2d(images.double(), w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=backbone.patch_size)
-    x = x.flatten(2).mT + w.get("pos_embed", sincos_positions(grid, dim)).double()  # learned ones without a cls token
+    x = x.flatten(2).mT + w.get("pos_embed", sincos_positions(grid, dim)).double()  # learned ones without a class token
     if "cls_token" in w:
         x = torch.cat((w["cls_token"].expand(len(x), -1, -1), x), dim=1)
 

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class PatchEncoder(nn.Module):
-    """A cls token of zeros and one token per 2x2 patch, with dropout so that the mode it runs in shows."""
+    """A class token of zeros and one token per 2x2 patch, with dropout so that the mode it runs in shows."""
 
     def __init__(self, num_prefix_tokens: int = 1) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ def _labels_of_digits(count: int) -> Tensor:
         ("protocol=auto rates=[0.1]", "rates needs protocol=cached, got protocol=auto"),
         ("protocol=mae test_best=true", "test_best needs protocol=cached, got protocol=mae"),
         ("batch_size=600", r"batch_size must be at most 5\d\d, the training images without \d\d that choose"),
-        ("pooling=cls", "pooling=cls needs a cls token"),
+        ("pooling=cls", "pooling=cls needs a class token"),
     ],
 )
 def test_values_that_cannot_be_combined_are_rejected_before_images_are_encoded(

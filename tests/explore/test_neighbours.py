@@ -257,7 +257,11 @@ def test_errors_are_one_line(file: Path, dmjd: Command, monkeypatch: pytest.Monk
         (["e.npz", "neighbours=36"], "neighbours=36 must be less than the number of images, 36"),
         (["e.npz", "split=test", "neighbours=12"], "must be less than the number of images of split=test, 12"),
         (["one.npz", "split=test"], "there is 1 image of split=test, and neighbours need at least 2; embed more"),
-        (["e.npz", "query=b/99.jpg"], "query=b/99.jpg is not an image of the file; the closest name is b/"),
+        (["e.npz", "query=b/99.jpg"], "query=b/99.jpg is not among the images of the file; the closest name is b/"),
+        (
+            ["e.npz", "query=a/3.jpg", "split=test", "neighbours=2"],
+            "query=a/3.jpg is not among the images of split=test of the file; the closest name is a/",
+        ),
         (["e.npz", "output=e.npz"], "cannot write into e.npz: e.npz is a file; set another folder with output=FOLDER"),
         (["e.npz", "duplicates=1.5"], "duplicates must be above 0 and at most 1, got 1.5"),
         (

@@ -309,7 +309,7 @@ def encoder_of(weights: State, **options: Any) -> ViTEncoder:
 
 
 def with_free_cls(state: State) -> State:
-    """Ours adds no position to the cls token."""
+    """Ours adds no position to the class token."""
     state["pos_embed"][:, :1] = 0
     return state
 

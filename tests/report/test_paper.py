@@ -226,7 +226,8 @@ def test_a_run_without_a_published_row_stands_alone(make_run: MakeRun) -> None:
     assert (ours["Method"], ours["Backbone"], ours["ETE"], ours["Gh."]) == ("DMJD", "ViT 192 x 6", "100", "-")
     assert ours["Device hours"] == "100 CPU hours, 1 x cpu (2 threads)"
     assert paper.notes == [
-        "No published row has the method, backbone, target and views of a: MaskFeat +DMJD, ViT 192 x 6, HOG, 2 views."
+        "The paper and the official repositories have no row like a, in the paper's terms MaskFeat +DMJD, ViT 192 x 6, "
+        "HOG, 2 views."
     ]
     assert "†" not in paper_text([folder])
 
@@ -242,6 +243,10 @@ def test_the_terminal_shows_aligned_columns_in_which_the_run_has_a_value(make_ru
     head, ours, *below = text.splitlines()
     assert head.split("  ")[0] == "Run"
     assert "mIoU" not in head
+    meanings = "wall hours of pre-training on 8 GPUs; kNN: top-1 in % of k-nearest-neighbour classification."
+    assert f"ETE: effective training epochs (views x epochs); Gh.: {meanings}" in below, (
+        "the abbreviations of the shown columns, and no others"
+    )
     assert "\x1b" not in text
     for title in ("Method", "Backbone", "Target"):
         assert ours[head.index(title) :].startswith({"Method": "MAE", "Backbone": "ViT-B", "Target": "RGB"}[title])
