@@ -43,10 +43,11 @@ Trainings of two arms with one seed have the same initial encoder and the same o
 of all trainings of an arm with starts, search for the rate and scores, each counted by its share of the GPU.
 
 A difference is that of the first arm and the second, paired by seed, with its 95 % interval (t) and, in brackets, the
-smallest difference that as many seeds would have found with power .8. A claim that the first arm is better *holds* if
-the interval is above 0 and *does not hold* if it is below; a claim that two arms are equal *holds* if the interval is
-within the stated points, and *does not hold* if it is outside. Else this experiment *cannot tell*. No interval is
-corrected for the number of claims: of 20 claims without any effect, one has an interval without 0.
+smallest difference that as many seeds would have found with power .8; "3 of 5" are the seeds that both arms have, if
+not all. A claim that the first arm is better *holds* if the interval is above 0 and *does not hold* if it is below; a
+claim that two arms are equal *holds* if the interval is within the stated points, and *does not hold* if it is outside.
+Else this experiment *cannot tell*. No interval is corrected for the number of claims: of 20 claims without any effect,
+one has an interval without 0.
 
 No interval counts the search for the rate, which has one seed. *Rates differ* marks claims about arms with other rates,
 whose difference may be that of the rates; follow-ups repeat them at equal rates.
