@@ -109,6 +109,7 @@ def test_the_need_of_a_run() -> None:
     assert need(config, world, parameters=1000).shm == 0
 
 
+@pytest.mark.long
 def test_what_is_compiled_is_the_step_of_a_target_that_reads_another_size(
     tmp_path: Path, image_folder: Path, tiny: Callable[..., list[str]], launch: Callable[..., Any]
 ) -> None:
