@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dmjd import __version__
 from dmjd.config import PLANS, RENAMED, SCHEMAS, PretrainConfig
 from dmjd.config.fields import suggestion
-from dmjd.errors import ConfigError, Diverged, Interrupted, UserError, one_line, printable_message
+from dmjd.errors import ConfigError, Diverged, Interrupted, UserError, printable_line, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.explore import TOOLS, Tool
 from dmjd.files import at_home
@@ -357,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno == errno.ENOENT and error.filename is None:  # os.getcwd()'s alone names nothing
             return _fail("the current folder does not exist any more; change into another folder", 1)
         named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        return _fail(one_line(named), 1)
+        return _fail(printable_line(named), 1)
     except MemoryError:
         return _fail("out of memory; use smaller images, batches or models, or fewer workers", 1)
     except Interrupted as error:

@@ -31,7 +31,7 @@ def printable_message(message: str) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
 
 
-def one_line(message: str) -> str:
+def printable_line(message: str) -> str:
     """:func:`printable_message` with line breaks, which names and values may hold, as ``\\n``."""
     return printable_message(message).replace("\n", "\\n")
 
@@ -45,7 +45,7 @@ class UserError(ValueError):
     reported: bool = False
 
     def __str__(self) -> str:
-        return one_line(super().__str__())  # printed, logged and stored in STOP_REASON and reports
+        return printable_line(super().__str__())  # printed, logged and stored in STOP_REASON and reports
 
 
 class ConfigError(UserError):
@@ -95,7 +95,7 @@ class BadImage(DataError):
 
     def __str__(self) -> str:
         cure = _CURES.get(self.kind, "remove or replace it")
-        return one_line(f"{self.name} {self.fault}; {cure}")
+        return printable_line(f"{self.name} {self.fault}; {cure}")
 
     def copy(self) -> BadImage:
         """A copy without the traceback, whose frames would keep images alive."""
